@@ -118,8 +118,8 @@ def _vocabulary_notes(folder: Path, template: str | None) -> list[str]:
 
 
 def _end_notes(model_id: str, folder: Path, template: str | None) -> list[str]:
-    ends = find_end_tokens(folder, template=template)
-    if ends.token_ids:
+    ends, _ = find_end_tokens(folder, template=template)
+    if ends:
         return []
     return [
         f"{model_id!r} names no end token: texts end at max_tokens, and constrained output is refused, unless its "

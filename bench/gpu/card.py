@@ -26,7 +26,7 @@ from engine.config import (
 )
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
-from engine.model.cuda_graphs.graph_runner import ForwardOutput, GraphRecorder
+from engine.model.cuda_graphs.graph_runner import ForwardOutput, graph_recorder
 from engine.proposer.text_match.ngram import NgramProposer
 from protos.messages import SamplingParams
 
@@ -126,7 +126,7 @@ class Look:
         def compute() -> ForwardOutput:
             return ForwardOutput([call() for call in calls][-1])
 
-        return self.seconds(GraphRecorder()(compute)) / len(calls)
+        return self.seconds(graph_recorder()(compute)) / len(calls)
 
     def wait(self) -> None:
         if self.has_gpu:

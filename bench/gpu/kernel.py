@@ -21,7 +21,7 @@ from engine.attention.triton_attention import TritonAttention, paged_attention
 from engine.attention.triton_tiles import HeadShape
 from engine.batch.span import Span
 from engine.kv_cache.pool import KVCache, LayerShape
-from engine.model.cuda_graphs.graph_runner import ForwardOutput, GraphRecorder
+from engine.model.cuda_graphs.graph_runner import ForwardOutput, graph_recorder
 
 _BLOCK_SIZE = 16
 _POOL_BYTES = 8 << 30  # several times any cache, and more than one launch reads
@@ -95,7 +95,7 @@ def measure_attention(
             out = paged_attention(query, keys, values, launch, options, scales)
         return ForwardOutput(out)
 
-    seconds = _median_s(GraphRecorder()(compute)) / num_pools
+    seconds = _median_s(graph_recorder()(compute)) / num_pools
     num_bytes = batch * (context + rows) * layer.num_elements * kv_dtype.itemsize
     name = str(kv_dtype).removeprefix("torch.")
     rate = num_bytes / seconds

@@ -118,18 +118,18 @@ def eos_token_ids(
     model: PreTrainedModel, folder: Path, vocab_size: int, template: str | None = None
 ) -> tuple[int, ...]:
     """Return the tokens that end a text, from all files of the model; log if no file names one."""
-    ends = find_end_tokens(folder, vocab_size, model.config.get_text_config().eos_token_id, template)
-    if ends.unknown_ids:
-        logger.warning("%s", unknown_ends(ends.unknown_ids, vocab_size))
-    if ends.token_ids:
-        logger.info("end tokens are %s", list(ends.token_ids))
+    ends, unknown = find_end_tokens(folder, vocab_size, model.config.get_text_config().eos_token_id, template)
+    if unknown:
+        logger.warning("%s", unknown_ends(unknown, vocab_size))
+    if ends:
+        logger.info("end tokens are %s", list(ends))
     else:
         logger.warning(
             "%s names no end token: texts end at max_tokens, and constrained output is refused; add eos_token_id to "
             "its generation_config.json",
             folder,
         )
-    return ends.token_ids
+    return ends
 
 
 def unknown_ends(token_ids: Sequence[int], vocab_size: int) -> str:

@@ -108,6 +108,7 @@ class PooledStates:
         return RowSlots(*send_arrays(slot_arrays(self.states, self.starts, self.ends), self.pool.device))
 
     def at(self, layer: int) -> PooledLayer:
+        """Return the pass's part of a recurrent layer, by its index among these."""
         return PooledLayer(self, layer)
 
     def window(self, num_rows: int) -> _Window:
@@ -167,7 +168,7 @@ class _Window:
 
 
 class PooledLayer:
-    """`LayerStates` of one layer over the pool: scans by our kernel, the rest in torch.
+    """One recurrent layer in one forward batch, over the pool: scans by our kernel, the rest in torch.
 
     Attributes:
         rows: the convolution's inputs in all slots, [N, R, D].
@@ -190,6 +191,7 @@ class PooledLayer:
         return self._states.row_slots
 
     def convolve(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the causal convolution of `rows` [T, D] by `weight` [D, R + 1], without activation."""
         num_rows, width = self.rows.shape[1:]
         window = self._states.window(num_rows)
         source = torch.cat((self.rows.index_select(0, window.before).flatten(0, 1), rows))
@@ -201,6 +203,15 @@ class PooledLayer:
         return out if bias is None else out + bias
 
     def scan_mamba2(self, x: Tensor, steps: Tensor, decay: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        """Return the outputs of Mamba-2's recurrence, [T, H, P].
+
+        Args:
+            x: [T, H, P] float32.
+            steps: the step sizes, [T, H].
+            decay: the factors of the states, [T, H].
+            b: what writes, [T, G, N].
+            c: what reads, [T, G, N].
+        """
         if (computed := self._native_scan(x, steps, decay, b, c, is_delta=False)) is not None:
             return computed
         group = x.shape[1] // b.shape[1]
@@ -212,6 +223,15 @@ class PooledLayer:
         return out
 
     def scan_delta(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        """Return the outputs of the gated delta rule, [T, H, V].
+
+        Args:
+            query: [T, H, K] float32, normalized and scaled.
+            key: [T, H, K], normalized.
+            value: [T, H, V].
+            decay: the factors of the states, [T, H].
+            beta: how much of the difference is written, [T, H].
+        """
         if (computed := self._native_scan(value, beta, decay, key, query, is_delta=True)) is not None:
             return computed
         decay, out = decay[..., None, None], torch.empty_like(value)
@@ -239,7 +259,7 @@ class PooledLayer:
 
 
 class RecordingStates:
-    """`StatePass` that computes nothing and records the shape of each layer's state."""
+    """Stands for `PooledStates`: computes nothing and records the shape of each layer's state."""
 
     def __init__(self) -> None:
         self._layers: dict[int, RecordingLayer] = {}
@@ -264,7 +284,7 @@ class RecordingStates:
 
 
 class RecordingLayer:
-    """`LayerStates` that computes nothing."""
+    """Stands for `PooledLayer`: computes nothing."""
 
     def __init__(self) -> None:
         self.window = (0, 0)

@@ -11,12 +11,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.attention.base import UnsupportedAttentionError
+from engine.recurrent.state_pass import PooledLayer, PooledStates, RecordingLayer, RecordingStates
 
 STATE_KEYWORD = "state_pass"
 _CONVOLUTION = "causal_conv1d_fn"
@@ -25,40 +26,8 @@ _DELTA_RULE = "torch_chunk_gated_delta_rule"
 _REPLACED = "outrider_replaces"  # attribute of our functions
 
 
-class LayerStates(Protocol):
-    """One recurrent layer in one forward batch."""
-
-    def convolve(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the causal convolution of `rows` [T, D] by `weight` [D, R + 1], without activation."""
-
-    def scan_mamba2(self, x: Tensor, steps: Tensor, decay: Tensor, b: Tensor, c: Tensor) -> Tensor:
-        """Return the outputs of Mamba-2's recurrence, [T, H, P].
-
-        Args:
-            x: [T, H, P] float32.
-            steps: the step sizes, [T, H].
-            decay: the factors of the states, [T, H].
-            b: what writes, [T, G, N].
-            c: what reads, [T, G, N].
-        """
-
-    def scan_delta(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-        """Return the outputs of the gated delta rule, [T, H, V].
-
-        Args:
-            query: [T, H, K] float32, normalized and scaled.
-            key: [T, H, K], normalized.
-            value: [T, H, V].
-            decay: the factors of the states, [T, H].
-            beta: how much of the difference is written, [T, H].
-        """
-
-
-class StatePass(Protocol):
-    """The states of all recurrent layers in one forward batch."""
-
-    def at(self, layer: int) -> LayerStates:
-        """Return the pass's part of a recurrent layer, by its index among these."""
+LayerStates = PooledLayer | RecordingLayer  # one recurrent layer in one forward batch
+StatePass = PooledStates | RecordingStates  # the states of all recurrent layers in one forward batch
 
 
 def connect(model: PreTrainedModel) -> list[int]:

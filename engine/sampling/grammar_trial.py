@@ -126,36 +126,29 @@ def _request(process: subprocess.Popen[str], question: dict[str, str]) -> dict[s
     return answer
 
 
-class _Compiler:
-    """The process's side. It answers in a thread with a deep stack."""
+def _answer_all(tokenizer_file: str, vocab_size: str, *eos_token_ids: str) -> None:
+    """Answer line by line, in the process, until the engine closes the pipe."""
+    tokenizer: LLTokenizer | str
+    try:
+        tokenizer = new_tokenizer(Path(tokenizer_file), int(vocab_size), [int(each) for each in eos_token_ids])
+    except ValueError as error:
+        tokenizer = str(error)
+    for line in sys.stdin:
+        _limit_process()
+        answer = {"error": tokenizer} if isinstance(tokenizer, str) else _answer(tokenizer, **json.loads(line))
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
 
-    def __init__(self, tokenizer_file: str, vocab_size: str, *eos_token_ids: str) -> None:
-        self._error = ""
-        try:
-            self._tokenizer = new_tokenizer(
-                Path(tokenizer_file), int(vocab_size), [int(each) for each in eos_token_ids]
-            )
-        except ValueError as error:
-            self._error = str(error)
 
-    def run(self) -> None:
-        """Answer line by line until the engine closes the pipe."""
-        for line in sys.stdin:
-            _limit_process()
-            sys.stdout.write(json.dumps(self._answer(**json.loads(line))) + "\n")
-            sys.stdout.flush()
-
-    def _answer(self, kind: str, text: str) -> dict[str, str]:
-        try:
-            if self._error:
-                raise ValueError(self._error)
-            source = _library_source(kind, text)
-            _walk(new_matcher(self._tokenizer, source), self._tokenizer)
-        except ValueError as error:
-            return {"error": str(error)}
-        except BaseException as error:  # a panic of the library
-            return {"error": f"its compiler failed: {error}"}
-        return {"source": source}
+def _answer(tokenizer: LLTokenizer, kind: str, text: str) -> dict[str, str]:
+    try:
+        source = _library_source(kind, text)
+        _walk(new_matcher(tokenizer, source), tokenizer)
+    except ValueError as error:
+        return {"error": str(error)}
+    except BaseException as error:  # a panic of the library
+        return {"error": f"its compiler failed: {error}"}
+    return {"source": source}
 
 
 def _walk(matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
@@ -240,4 +233,4 @@ def in_deep_thread(target: Callable[[], None]) -> threading.Thread:
 
 
 if __name__ == "__main__":
-    in_deep_thread(_Compiler(*sys.argv[1:]).run).join()
+    in_deep_thread(lambda: _answer_all(*sys.argv[1:])).join()

@@ -228,7 +228,7 @@ def _apply(transforms: Seq[Transform], logits: Tensor, rows: RowBatch) -> Tensor
 
 def _draw(scores: Tensor, rows: RowBatch, edits: RowEdits | None = None, *, is_whole: bool = True) -> Tensor:
     """Draw on a GPU; unless the scores are `is_whole`, from each row's nucleus."""
-    from engine.sampling.triton_draw import RowNoise, draw
+    from engine.sampling.triton_draw import draw
 
     has_noise = _has_noise(rows)
     if not has_noise.any():
@@ -236,12 +236,13 @@ def _draw(scores: Tensor, rows: RowBatch, edits: RowEdits | None = None, *, is_w
     keys = row_keys(rows, Purpose.TARGET_GUMBEL, torch.device("cpu")).numpy()
     noise = keys, has_noise.view(np.int8)
     if is_whole or not (rows.requests.matching(has_top_p) or rows.requests.matching(has_min_p)):
-        return draw(scores, RowNoise(*send_arrays(noise, scores.device)), edits)
+        sent_keys, is_noisy = send_arrays(noise, scores.device)
+        return draw(scores, (sent_keys, is_noisy), edits)
     from engine.sampling.triton_nucleus import draw_nucleus
 
     limits = [rows.column(each).astype(np.float32) for each in (nucleus_share, log_least_share)]
     sent_keys, is_noisy, top_p, log_min_p = send_arrays((*noise, *limits), scores.device)
-    return draw_nucleus(scores, RowNoise(sent_keys, is_noisy), top_p, log_min_p, edits)
+    return draw_nucleus(scores, (sent_keys, is_noisy), top_p, log_min_p, edits)
 
 
 def _has_noise(rows: RowBatch) -> NDArray[np.bool_]:

@@ -53,11 +53,8 @@ class RowEdits(NamedTuple):
     counts: Tensor  # [lines, V + 1] int32, of `TokenCounts`
 
 
-class RowNoise(NamedTuple):
-    """The noise of each row, on the device of its scores."""
-
-    keys: Tensor  # [R] int64
-    has_noise: Tensor  # [R] int8: 0 for greedy rows
+# The noise of each row, on the device of its scores: keys, [R] int64, and [R] int8, which are 0 for greedy rows.
+RowNoise = tuple[Tensor, Tensor]
 
 
 def edits_of(rows: RowBatch, logits: Tensor, counts: TokenCounts) -> RowEdits | None:

@@ -29,7 +29,7 @@ def test_the_parts_of_a_process_read_a_tokenizer_once(monkeypatch):
     protos.token_bytes.forget_tokenizer()
     monkeypatch.setattr(protos.token_bytes, "TokenizerCore", Counting)
     check_models(parse_config({"model_id": "m", "target": {"path": str(TARGET)}, "draft": {"kind": "none"}}))
-    ids_without_token(TARGET, 4096, find_end_tokens(TARGET).token_ids)
+    ids_without_token(TARGET, 4096, find_end_tokens(TARGET)[0])
     assert load_tokenizer_files(str(TARGET)).tokenizer.encode("def")
     assert Counting.files == [str(TARGET / "tokenizer.json")]
 

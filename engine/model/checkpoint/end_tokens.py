@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -25,18 +24,12 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token
 _PARTS = ("text_config", "llm_config", "language_config")
 
 
-@dataclass(frozen=True, slots=True)
-class EndTokens:
-    """Ids of the tokens that end a text, the usual one first, and named ids that the model has no row for."""
-
-    token_ids: tuple[int, ...]
-    unknown_ids: tuple[int, ...] = ()
-
-
 def find_end_tokens(
     folder: Path, vocab_size: int | None = None, assumed: object = None, template: str | None = None
-) -> EndTokens:
-    """Return the end tokens of the model in `folder`.
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the tokens that end a text of the model in `folder`, the usual one first.
+
+    Also returns named ids that the model has no row for.
 
     Args:
         folder: the checkpoint's folder; missing files are skipped.
@@ -51,7 +44,7 @@ def find_end_tokens(
     tokenizer = _read_tokenizer(folder)
     ids = list(dict.fromkeys(_stated(folder, tokenizer, template))) or list(_ids_of(assumed, "the model's family"))
     known = tuple(each for each in ids if vocab_size is None or each < vocab_size)
-    return EndTokens(known, tuple(each for each in ids if each not in known))
+    return known, tuple(each for each in ids if each not in known)
 
 
 def _stated(folder: Path, tokenizer: Tokenizer | None, template: str | None) -> Iterator[int]:

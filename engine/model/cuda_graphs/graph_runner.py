@@ -44,17 +44,22 @@ class ForwardOutput:
         return ForwardOutput(self.logits[:num_logits], None if self.features is None else self.features[:num_rows])
 
 
-class GraphRecorder:
-    """Records passes of one model, which share memory and the stream that owns the libraries' workspaces.
+_REMEDY = "lower cache.gpu_memory_utilization or scheduler.max_num_sequences, or set target.cuda_graphs to off"
 
-    cuBLAS keeps 32 MiB on Hopper for each stream that it was used on.
+Forward = Callable[[ForwardBatch, Tensor], ForwardOutput]  # a pass, and where its logits go
+Compute = Callable[[], ForwardOutput]
+Record = Callable[[Compute], Compute]
+
+
+def graph_recorder() -> Record:
+    """Return a function that records passes of one model.
+
+    They share memory and the stream that owns the libraries' workspaces: cuBLAS keeps 32 MiB on Hopper for each stream
+    that it was used on.
     """
+    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()
-
-    def __call__(self, compute: Callable[[], ForwardOutput]) -> Callable[[], ForwardOutput]:
+    def record(compute: Compute) -> Compute:
         """Return the replay of `compute`, which must neither wait for the device nor make tensors from host numbers.
 
         A replay computes on the tensors' present contents. Its output is valid until the next replay of any graph.
@@ -62,15 +67,15 @@ class GraphRecorder:
         Raises:
             RuntimeError: `compute` does what cannot be recorded.
         """
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             for _ in range(2):  # kernels are compiled and libraries have their workspaces before anything is recorded
                 compute()
-        torch.cuda.current_stream().wait_stream(self._stream)
+        torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # Only this thread's calls are held to the rules of recording: others copy KV blocks meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             output = compute()
 
         def replay() -> ForwardOutput:
@@ -79,12 +84,7 @@ class GraphRecorder:
 
         return replay
 
-
-_REMEDY = "lower cache.gpu_memory_utilization or scheduler.max_num_sequences, or set target.cuda_graphs to off"
-
-Forward = Callable[[ForwardBatch, Tensor], ForwardOutput]  # a pass, and where its logits go
-Compute = Callable[[], ForwardOutput]
-Record = Callable[[Compute], Compute]
+    return record
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class CudaGraphRunner:
         self._has_trees, self._device = graphs.has_trees, cache.device
         self._max_batch = max(graphs.batches, default=graphs.max_batch)
         self._passes: dict[GraphBucket, _RecordedBatch] = {}
-        record = record or (GraphRecorder() if cache.device.type == "cuda" else None)
+        record = record or (graph_recorder() if cache.device.type == "cuda" else None)
         # Buffers that all recordings share, as large as the largest bucket needs.
         largest_first = graph_buckets(graphs)[::-1]  # the others use the memory of the largest again
         max_rows = largest_first[0].num_rows if largest_first else 0

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -234,19 +235,16 @@ _EPSILONS = ("variance_epsilon", "eps")  # attributes of norms
 _ROUNDINGS = 1e-5  # between two ways to norm a row of float32, relative to its length
 
 
-class NativeNorm:
-    """The forward of a norm: rows [..., size] divided by their root mean square, times a weight."""
+def _norm(module: nn.Module, weight: Tensor, rows: NativeRows, hidden_states: Tensor) -> Tensor:
+    """Divide rows [..., size] by their root mean square, times `weight` [size] float32.
 
-    def __init__(self, module: nn.Module, weight: Tensor, epsilon: float) -> None:
-        """Compute rows of float32 and bfloat16 by the kernel, others by `module`; `weight` is [size] float32."""
-        self._module, self._weight, self._rows = module, weight, NativeRows(epsilon)
-
-    def __call__(self, hidden_states: Tensor) -> Tensor:
-        if hidden_states.dtype not in (torch.float32, torch.bfloat16):
-            found: Tensor = type(self._module).forward(self._module, hidden_states)
-            return found
-        rows = hidden_states.reshape(-1, len(self._weight))
-        return self._rows.add_norm(rows, None, self._weight)[1].view(hidden_states.shape)
+    The kernel takes rows of float32 and bfloat16; `module` computes others.
+    """
+    if hidden_states.dtype not in (torch.float32, torch.bfloat16):
+        found: Tensor = type(module).forward(module, hidden_states)
+        return found
+    flat = hidden_states.reshape(-1, len(weight))
+    return rows.add_norm(flat, None, weight)[1].view(hidden_states.shape)
 
 
 @torch.inference_mode()
@@ -263,7 +261,7 @@ def use_native_norms(model: nn.Module, dtype: torch.dtype) -> int:
     return num_native
 
 
-def _native(module: Any, dtype: torch.dtype) -> NativeNorm | None:
+def _native(module: Any, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
     weight = getattr(module, "weight", None)
     epsilon = next((float(getattr(module, name)) for name in _EPSILONS if hasattr(module, name)), None)
     if not isinstance(weight, Tensor) or weight.ndim != 1 or epsilon is None:
@@ -273,7 +271,7 @@ def _native(module: Any, dtype: torch.dtype) -> NativeNorm | None:
     row = torch.randn(1, len(weight), generator=torch.Generator().manual_seed(0))
     expected = module(row).float()
     for factors in (weight.float(), 1.0 + weight.float()):
-        norm = NativeNorm(module, factors.contiguous(), epsilon)
+        norm = partial(_norm, module, factors.contiguous(), NativeRows(epsilon))
         if float((norm(row) - expected).norm()) <= _ROUNDINGS * float(expected.norm()):
             return norm
     return None

@@ -19,27 +19,7 @@ PAGE_BYTES = 2 << 20
 LINE_BYTES = 64  # of the cache
 
 
-class _Region:
-    """Memory that is given out from its begin to its end; it is freed with the last tensor in it."""
-
-    def __init__(self, num_bytes: int) -> None:
-        memory = mmap.mmap(-1, num_bytes + PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # a Linux without large pages
-                memory.madvise(mmap.MADV_HUGEPAGE)
-        whole = torch.frombuffer(memory, dtype=torch.uint8)
-        first = -whole.data_ptr() % PAGE_BYTES
-        self._left = whole[first : first + num_bytes]
-
-    def take(self, num_bytes: int) -> Tensor | None:
-        """Return so many bytes, a whole number of lines, [num_bytes] uint8; None where fewer are left."""
-        if num_bytes > len(self._left):
-            return None
-        taken, self._left = self._left[:num_bytes], self._left[num_bytes:]
-        return taken
-
-
-_region: _Region | None = None
+_left = torch.empty(0, dtype=torch.uint8)  # of the newest region; a region is freed with the last tensor in it
 _lock = threading.Lock()
 
 
@@ -56,12 +36,20 @@ def empty_in_large_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _take(num_bytes: int) -> Tensor:
-    global _region
+    """Return so many bytes, a whole number of lines, [num_bytes] uint8."""
+    global _left
     with _lock:
-        memory = None if _region is None else _region.take(num_bytes)
-        if memory is None:
-            size = max(16 * PAGE_BYTES, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES)  # resident as it fills
-            _region = _Region(size)
-            memory = _region.take(num_bytes)
-    assert memory is not None, "the region is large enough"
-    return memory
+        if num_bytes > len(_left):
+            _left = _region(max(16 * PAGE_BYTES, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES))  # resident as it fills
+        taken, _left = _left[:num_bytes], _left[num_bytes:]
+        return taken
+
+
+def _region(num_bytes: int) -> Tensor:
+    memory = mmap.mmap(-1, num_bytes + PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a Linux without large pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    first = -whole.data_ptr() % PAGE_BYTES
+    return whole[first : first + num_bytes]

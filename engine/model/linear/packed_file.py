@@ -38,11 +38,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _MAGIC = b"outrider"
 _END = struct.Struct("<32sQ8s")  # digest and bytes of the index, magic
-_FOREIGN = (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, struct.error)
-
-
-class _UnusableError(Exception):
-    """Why a file is made again."""
+_UNUSABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, struct.error)
 
 
 @contextmanager
@@ -323,7 +319,7 @@ def _read_kept(entry: Path, facts: dict[str, str]) -> dict[str, Any] | None:
         return _checked(file, facts)
     except FileNotFoundError:
         return None
-    except (_UnusableError, *_FOREIGN) as error:
+    except _UNUSABLE as error:
         logger.warning("the packed weights in %s are made again: %s", file, error)
         return None
 
@@ -332,20 +328,20 @@ def _checked(file: Path, facts: dict[str, str]) -> dict[str, Any]:
     with file.open("rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         if size < _END.size:
-            raise _UnusableError("the file is cut short")
+            raise ValueError("the file is cut short")
         mapped = _Mapping(stream.fileno(), 0, size)
     digest, length, magic = _END.unpack(mapped.bytes(size - _END.size, size))
     contents = mapped.bytes(max(0, size - _END.size - length), size - _END.size)
     if magic != _MAGIC or hashlib.sha256(contents).digest() != digest:
-        raise _UnusableError("the file is cut short, or no such file")
+        raise ValueError("the file is cut short, or no such file")
     index = json.loads(bytes(contents))
     if index["facts"] != facts:
-        raise _UnusableError("it is of other weights, settings or kernels")
+        raise ValueError("it is of other weights, settings or kernels")
     tensors = index["tensors"]
     mapped.read()
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         if not all(pool.map(partial(_is_whole, file), tensors)):
-            raise _UnusableError("an array has changed")
+            raise ValueError("an array has changed")
     return {
         name: decoded(value, lambda number: mapped.tensor(tensors[number])) for name, value in index["products"].items()
     }

@@ -94,9 +94,9 @@ def _notes(model: ModelConfig, config: PreTrainedConfig, limit: int) -> list[str
         notes.append(warning)
     folder = _folder(model.path)
     if folder is not None:
-        ends = find_end_tokens(folder, text.vocab_size, text.eos_token_id, model.chat_template)
-        notes += [f"end tokens are {list(ends.token_ids)}"] if ends.token_ids else []
-        notes += [unknown_ends(ends.unknown_ids, text.vocab_size)] if ends.unknown_ids else []
+        ends, unknown = find_end_tokens(folder, text.vocab_size, text.eos_token_id, model.chat_template)
+        notes += [f"end tokens are {list(ends)}"] if ends else []
+        notes += [unknown_ends(unknown, text.vocab_size)] if unknown else []
     return notes
 
 

@@ -62,14 +62,14 @@ def test_tokens_are_those_of_scores_plus_noise_and_greedy_rows_get_none() -> Non
     expected = scores + gumbel(keys, NUM_TOKENS) * has_noise[:, None]
     top = expected.topk(2).values
     assert bool((top[:, 0] - top[:, 1] > 1e-4).all()), "no row hangs on a logarithm's last bits"
-    assert torch.equal(draw(scores, RowNoise(keys, has_noise)), expected.argmax(dim=1))
+    assert torch.equal(draw(scores, (keys, has_noise)), expected.argmax(dim=1))
 
 
 def test_among_equals_the_lowest_id_is_drawn_across_blocks_too() -> None:
     scores = torch.zeros(3, NUM_TOKENS, device=DEVICE)
     scores[1, 2000] = scores[1, 30] = scores[1, 1500] = 1.0
     scores[2] = float("-inf")
-    greedy = RowNoise(keys_of(3), torch.zeros(3, dtype=torch.int8, device=DEVICE))
+    greedy = (keys_of(3), torch.zeros(3, dtype=torch.int8, device=DEVICE))
     for noise in (greedy, None):
         assert draw(scores, noise).tolist() == [0, 30, 0]
 
@@ -77,7 +77,7 @@ def test_among_equals_the_lowest_id_is_drawn_across_blocks_too() -> None:
 def test_rows_may_lie_apart_in_memory() -> None:
     wide = torch.randn(4, 2 * NUM_TOKENS, generator=torch.Generator().manual_seed(5)).to(DEVICE)
     part = wide[:, :NUM_TOKENS]
-    noise = RowNoise(keys_of(4), torch.ones(4, dtype=torch.int8, device=DEVICE))
+    noise = (keys_of(4), torch.ones(4, dtype=torch.int8, device=DEVICE))
     assert torch.equal(draw(part, noise), draw(part.contiguous(), noise))
 
 
@@ -166,7 +166,7 @@ def test_the_nucleus_is_the_smallest_that_reaches_top_p(top_p: float) -> None:
 
 
 def noisy_rows(num_rows: int) -> RowNoise:
-    return RowNoise(keys_of(num_rows), torch.ones(num_rows, dtype=torch.int8, device=DEVICE))
+    return (keys_of(num_rows), torch.ones(num_rows, dtype=torch.int8, device=DEVICE))
 
 
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999, 1.0])
@@ -187,7 +187,7 @@ def test_a_draw_from_the_nucleus_is_the_draw_from_what_the_threshold_keeps(top_p
 
 def test_rows_without_limits_or_noise_are_drawn_as_alone() -> None:
     scores = (2 * torch.randn(12, NUM_TOKENS, generator=torch.Generator().manual_seed(13))).to(DEVICE)
-    noise = RowNoise(keys_of(12), torch.tensor([1, 0, 1] * 4, dtype=torch.int8, device=DEVICE))
+    noise = (keys_of(12), torch.tensor([1, 0, 1] * 4, dtype=torch.int8, device=DEVICE))
     limits = torch.tensor([1.0, 1.0, 0.2] * 4, device=DEVICE)
     none = torch.full((12,), float("-inf"), device=DEVICE)
     drawn, whole = draw_nucleus(scores, noise, limits, none), draw(scores, noise)

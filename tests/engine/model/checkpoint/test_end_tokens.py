@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 from engine.batch.span import Span
 from engine.config import CacheConfig, ModelConfig
 from engine.model.checkpoint import end_tokens
-from engine.model.checkpoint.end_tokens import EndTokens, find_end_tokens
+from engine.model.checkpoint.end_tokens import find_end_tokens
 from engine.model.runner.model_runner import ModelRunner
 from protos.errors import ConfigError
 from tests.engine.fixtures.families import SERVED, VOCAB_SIZE, write_family
@@ -64,7 +64,7 @@ def write_model(folder: Path) -> None:
     ],
 )
 def test_they_are_of_both_configurations(files: dict[str, object], expected: tuple[int, ...], tmp_path: Path) -> None:
-    assert find_end_tokens(write(tmp_path, **files)).token_ids == expected
+    assert find_end_tokens(write(tmp_path, **files))[0] == expected
 
 
 @pytest.mark.parametrize("eos", ["</s>", {"content": "</s>", "special": True}])
@@ -72,7 +72,7 @@ def test_they_are_of_both_configurations(files: dict[str, object], expected: tup
 def test_the_tokenizers_is_one_of_them(file: str, eos: object, tmp_path: Path) -> None:
     ids = write_tokenizer(tmp_path)
     write(tmp_path, config={"eos_token_id": 1}, **{file: {"eos_token": eos}})
-    assert find_end_tokens(tmp_path).token_ids == (1, ids["</s>"])
+    assert find_end_tokens(tmp_path)[0] == (1, ids["</s>"])
 
 
 @pytest.mark.parametrize("special", [True, False])
@@ -94,7 +94,7 @@ def test_the_templates_end_of_a_turn_is_one_of_them(
 ) -> None:
     ids = write_tokenizer(tmp_path, special=special)
     write(tmp_path, generation_config={"eos_token_id": 1}, chat_template=template)
-    assert find_end_tokens(tmp_path).token_ids == (1, *([ids[mark]] if mark else []))
+    assert find_end_tokens(tmp_path)[0] == (1, *([ids[mark]] if mark else []))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_of_published_templates(name: str, mark: str | None, tmp_path: Path) -> 
     ids = write_tokenizer(tmp_path, (*marks, "<|end|>", "<|return|>", "<|start|>", "<|user|>", "<|assistant|>"))
     tokens = {"bos_token": "<|im_start|>", "eos_token": "<seed:eos>"} if name == "seed_oss" else {"bos_token": "b"}
     write(tmp_path, chat_template=source, tokenizer_config=tokens)
-    assert find_end_tokens(tmp_path).token_ids == ((ids[mark],) if mark else ())
+    assert find_end_tokens(tmp_path)[0] == ((ids[mark],) if mark else ())
 
 
 def test_a_template_in_place_of_the_models_own_has_its_end_of_a_turn(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_generation_config_that_cannot_be_read_is_refused(content: str, tmp_pa
 def test_an_empty_generation_config_is_read(tmp_path: Path) -> None:
     write(tmp_path, config={"eos_token_id": 1})
     (tmp_path / "generation_config.json").write_text("{ }\n")
-    assert find_end_tokens(tmp_path).token_ids == (1,)
+    assert find_end_tokens(tmp_path)[0] == (1,)
 
 
 def test_an_end_that_the_tokenizer_lacks_is_not_masked(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_what_is_no_id_is_refused_by_its_file(value: object, tmp_path: Path) -> 
 
 def test_ids_that_the_model_has_not_are_left_out(tmp_path: Path) -> None:
     write(tmp_path, config={"eos_token_id": [5, 96, 6]})
-    assert find_end_tokens(tmp_path, vocab_size=96) == EndTokens((5, 6), (96,))
+    assert find_end_tokens(tmp_path, vocab_size=96) == ((5, 6), (96,))
 
 
 @pytest.mark.parametrize(
