@@ -42,11 +42,7 @@ _FRESH = "20000"  # positions logged after the alarm; the draft knows the earlie
 
 def target_cache_config(section: CacheSection, shared_part: float | None = None) -> CacheConfig:
     """Return the target's pool, less `shared_part` of the GPU's budget if a draft shares that GPU."""
-    target = section.to_engine()
-    if shared_part is None or target.gpu_memory_utilization is None:
-        return target
-    share = (1 - shared_part) * target.gpu_memory_utilization
-    return replace(target, gpu_memory_utilization=share, counts_own_use=True)
+    return _shared(section.to_engine(), None if shared_part is None else 1 - shared_part)
 
 
 def draft_cache_config(section: CacheSection, shared_part: float | None = None) -> CacheConfig:
@@ -55,15 +51,18 @@ def draft_cache_config(section: CacheSection, shared_part: float | None = None) 
     A draft with too small a pool drafts for fewer sequences at a time. Its KV is small, so it is never quantised.
     `shared_part` is the draft's part of the GPU's budget, or None if the draft has a GPU of its own.
     """
-    target = replace(section.to_engine(), dtype=KVDtype.AUTO)
-    if target.memory_bytes is None:
-        return target
+    pool = replace(section.to_engine(), dtype=KVDtype.AUTO)
+    if pool.memory_bytes is None:
+        return pool
     # A draft's token takes a fifth of the target's or less.
-    target = replace(target, memory_bytes=target.memory_bytes // 4)
-    if shared_part is None or target.gpu_memory_utilization is None:
-        return target
-    share = shared_part * target.gpu_memory_utilization
-    return replace(target, gpu_memory_utilization=share, counts_own_use=True)
+    return _shared(replace(pool, memory_bytes=pool.memory_bytes // 4), shared_part)
+
+
+def _shared(pool: CacheConfig, part: float | None) -> CacheConfig:
+    """Return the pool with its part of a shared GPU's budget."""
+    if part is None or pool.gpu_memory_utilization is None:
+        return pool
+    return replace(pool, gpu_memory_utilization=part * pool.gpu_memory_utilization, counts_own_use=True)
 
 
 def draft_part(target_bytes: int, draft_bytes: int) -> float:

@@ -255,16 +255,14 @@ class _Tuning:
         trials = self._scored([self._run(*way, _TRIALS_SHARE / len(ways)) for way in ways])
         if not trials:
             return []
-        chosen = _begun(self._long_runs(ways)) or self._long_of(trials)
-        return [*trials, *self._scored([chosen])]
+        # A long training that an earlier process has begun goes on: new scores might choose another one.
+        begun = (run for way in ways if (run := self._run(*way, _LONG_SHARE)).has_begun)
+        return [*trials, *self._scored([next(begun, None) or self._long_of(trials)])]
 
     def _long_of(self, trials: Sequence[Scored]) -> TrainingRun:
         best = max(trials, key=lambda each: each.score.tokens_per_pass).run
         assert best is not None
         return self._run(best.candidate.learning_rate, best.candidate.seed, _LONG_SHARE)
-
-    def _long_runs(self, ways: Sequence[tuple[float, int]]) -> list[TrainingRun]:
-        return [self._run(*way, _LONG_SHARE) for way in ways]
 
     def _run(self, rate: float, seed: int, share: float) -> TrainingRun:
         settings = self._settings
@@ -291,11 +289,6 @@ class _Tuning:
         begin, share = self._share_done, run.candidate.share / (_TRIALS_SHARE + _LONG_SHARE)
         run.train(self._windows, lambda progress: self._on_progress(run.candidate.name, begin + share * progress))
         self._share_done += share
-
-
-def _begun(runs: Sequence[TrainingRun]) -> TrainingRun | None:
-    """Return the training that an earlier process has begun, since new scores might choose another one."""
-    return next((run for run in runs if run.has_begun), None)
 
 
 def _line(name: str, score: Score) -> str:

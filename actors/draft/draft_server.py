@@ -138,7 +138,11 @@ class DraftServer:
         New prompts are prefilled last, since no pass waits for them yet.
         """
         drafts, prompts, lost = self._apply(rounds)
-        wanted = {each: number for each, number in drafts.items() if self._offered(each) is None}
+        wanted = {
+            each: number
+            for each, number in drafts.items()
+            if self._ahead is None or self._ahead.offered(self._sequences[each]) is None
+        }
         began_s = time.monotonic()
         offers = self._draft(wanted) if wanted else ()
         if offers or lost:
@@ -180,9 +184,6 @@ class DraftServer:
 
     def _is_ahead(self, request_id: str) -> bool:
         return self._ahead is not None and self._sequences[request_id].drafts_ahead
-
-    def _offered(self, request_id: str) -> Draft | None:
-        return None if self._ahead is None else self._ahead.offered(self._sequences[request_id])
 
     def _apply(self, rounds: list[Round]) -> tuple[dict[str, int], dict[str, int], tuple[str, ...]]:
         """Apply the rounds in order.

@@ -87,7 +87,7 @@ class PairDraft:
         self._under_way: asyncio.Task[None] | None = None
         self._failure = ""  # of the canary that is under way
 
-    async def carry_out(self, order: DraftOrder) -> DraftReport:
+    async def carry_out(self, order: CheckDraft | SwapDraft | TryDraft) -> DraftReport:
         """Carry out an order, to its end even if the caller leaves, and return the report of the running draft.
 
         A canary has only started by then.
@@ -96,12 +96,6 @@ class PairDraft:
             ConflictError: another order is running.
             ServingError: the order failed; the old draft runs, or is starting.
         """
-        match order:
-            case ShowDraft():
-                return self.report
-            case StopCanary():
-                await self._stop_canary()
-                return self.report
         self._require_idle()
         match order:
             case CheckDraft(path):
@@ -197,7 +191,7 @@ class PairDraft:
         logger.warning("canary %s against %s: %s", order.path, old_path, report)
         self._note(report)
 
-    async def _stop_canary(self) -> None:
+    async def stop_canary(self) -> None:
         """Stop the canary, if one runs, and return when the old draft runs again."""
         if not self._has_canary or self._under_way is None:
             return
@@ -283,7 +277,7 @@ class PairDrafts:
                 pass
             case StopCanary():
                 for each in self.by_method.values():
-                    await each.carry_out(order)
+                    await each.stop_canary()
             case _:
                 await self._named(order.method).carry_out(order)
         return self.reports

@@ -9,37 +9,18 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from math import inf
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from actors.shell_messages import Abort, Add, AskSnapshot, Refused, Snapshot, Status, StepOutput
 from engine.accounting.engine_stats import EngineStats
 from protos.block_keys import BlockKey, CacheDelta, join_keys, split_keys
 from protos.errors import ServingError
-from protos.messages import GenerateRequest, TokenChunk
+from protos.messages import GenerateRequest
+
+if TYPE_CHECKING:  # it loads torch
+    from engine.engine_core import EngineCore
 
 logger = logging.getLogger(__name__)
-
-
-class Engine(Protocol):
-    """The part of `engine.engine_core.EngineCore` that the loop needs."""
-
-    @property
-    def has_work(self) -> bool: ...
-
-    def prepare(self, request: GenerateRequest) -> Future[Any] | None: ...
-
-    def add(self, request: GenerateRequest) -> None: ...
-
-    def abort(self, request_id: str) -> TokenChunk | None: ...
-
-    def step(self) -> list[TokenChunk]: ...
-
-    def stats(self) -> EngineStats: ...
-
-    def close(self) -> None: ...
-
-    @property
-    def is_starved(self) -> bool: ...
 
 
 # A function is called between two steps, in the loop's thread. It must not raise.
@@ -61,7 +42,7 @@ class EngineLoop:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineCore,
         emit: Callable[[StepOutput | Refused], None],
         before_step: Callable[[], None] = lambda: None,
         reporter: StatusReporter | None = None,

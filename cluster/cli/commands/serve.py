@@ -204,7 +204,8 @@ def serve_on_ray(file: DeployFile, view: LoadingView, *, has_dashboard: bool = F
         num_gpus = most_gpus(file.config)
         cluster.start(ingress=file.config.ingress, gpus_per_pair=num_gpus, has_dashboard=has_dashboard)
         interrupt.listen()
-        report(f"[2/3] loading weights: target {file.config.target.path}, draft {_draft_name(file)}")
+        target, draft = file.config.target.path, file.config.draft.path or file.config.draft.kind
+        report(f"[2/3] loading weights: target {target}, draft {draft}")
         with interrupt.breaking():  # Ctrl-C reaches Ray's processes too, and they may never answer
             cluster.deploy(file)
         cluster.wait_running(partial(_follow, interrupt, view))
@@ -234,7 +235,3 @@ def _follow(interrupt: Interrupt, view: LoadingView, status: AppStatus) -> None:
     waiting = " and ".join(status.waiting) or "the application"
     reason = f": {lines[0]}" if (lines := status.message.splitlines()) else ""
     view.waiting_for(f"{waiting}{reason}")
-
-
-def _draft_name(file: DeployFile) -> str:
-    return file.config.draft.path or file.config.draft.kind

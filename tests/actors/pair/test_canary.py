@@ -8,7 +8,7 @@ import pytest
 
 from actors.pair.pair_draft import PairDraft
 from protos.errors import ConflictError, RequestError
-from protos.served_model import CanaryOutcome, DraftReport, ShowDraft, StopCanary, SwapDraft, TryDraft
+from protos.served_model import CanaryOutcome, DraftReport, SwapDraft, TryDraft
 from tests.actors.pair.simulated_pair import SimulatedTrialPair
 
 ORDER = TryDraft("/new", 5.0, 20.0, 3600.0, 0.05, 0.05, 0.05, 12)
@@ -73,12 +73,14 @@ async def test_a_target_that_starts_anew_begins_a_block_anew() -> None:
 async def test_a_trial_is_stopped_and_nothing_else_is_ordered_meanwhile() -> None:
     pair = SimulatedTrialPair({"/old": 10.0, "/new": 12.0})
     draft = pair.draft()
-    assert (await draft.carry_out(StopCanary())).canary is None
+    await draft.stop_canary()
+    assert draft.report.canary is None
     await draft.carry_out(ORDER)
     with pytest.raises(ConflictError, match="canary/stop"):
         await draft.carry_out(SwapDraft("/other", 5.0))
-    assert (await draft.carry_out(ShowDraft())).canary is not None
-    report = await draft.carry_out(StopCanary())
+    assert draft.report.canary is not None
+    await draft.stop_canary()
+    report = draft.report
     assert report.canary is not None
     assert report.canary.outcome is CanaryOutcome.STOPPED
     assert (report.path, pair.path, pair.starts[-1]) == ("/old", "/old", "/old")

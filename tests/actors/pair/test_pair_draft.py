@@ -14,7 +14,7 @@ from actors.shell_messages import HeadFailure, RunningHead
 from engine.accounting.goodput import GoodputStats
 from protos.errors import ConflictError, DeadlineExceededError, RequestError
 from protos.messages import SpeculationMethod
-from protos.served_model import CanaryOutcome, CheckDraft, DraftReport, ShowDraft, StopCanary, SwapDraft, TryDraft
+from protos.served_model import CanaryOutcome, CheckDraft, DraftReport, SwapDraft, TryDraft
 
 OLD = DraftReport("pair-1", "/old", "old", 10.0, is_deployed=True)
 
@@ -54,7 +54,7 @@ async def test_a_swap_runs_the_new_draft_and_says_since_when(process: FakeProces
     draft = PairDraft(process, OLD, no_goodput, lambda: 99.0)
     new = DraftReport("pair-1", "/new", "new", 99.0, is_deployed=False)
     assert await draft.carry_out(SwapDraft("/new", 5.0)) == new
-    assert await draft.carry_out(ShowDraft()) == new == draft.report
+    assert new == draft.report
     assert (await draft.carry_out(SwapDraft("/old", 5.0))).is_deployed
 
 
@@ -83,7 +83,7 @@ async def test_a_second_order_is_a_conflict_and_the_first_ends_without_its_calle
         await caller
     with pytest.raises(ConflictError, match="pair-1"):
         await draft.carry_out(SwapDraft("/other", 5.0))
-    assert await draft.carry_out(ShowDraft()) == OLD
+    assert draft.report == OLD
     process.gate.set()
     await asyncio.gather(*(task for task in asyncio.all_tasks() if task.get_name() == "draft-order"))
     assert (process.started, draft.report.path) == (["/new"], "/new")
@@ -120,7 +120,7 @@ async def test_a_head_that_the_target_has_left_ends_its_trial(process: FakeProce
     async with asyncio.timeout(20.0):
         while draft.report.path != "/new":  # the order of the first two blocks is random
             if draft.report.canary is not None:
-                await draft.carry_out(StopCanary())
+                await draft.stop_canary()
             await draft.carry_out(TryDraft("/new"))
             for _ in range(20):
                 await asyncio.sleep(0)
