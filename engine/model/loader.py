@@ -40,8 +40,8 @@ from engine.model.checkpoint.weight_files import (
     weight_files,
 )
 from engine.model.gpu_memory import WEIGHTS_REMEDY, enough_memory
-from engine.model.linear.packed_linear import keep_read_weights
 from engine.model.linear.quantized_linear import reads_few_bits
+from engine.model.linear.stock_linears import plain_linears
 from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -84,12 +84,12 @@ def load_model(
         ) from error
     # Check the result: the head's tensor, completeness, finite weights.
     _tie_head(config.path, model)
-    keep_read_weights(model)
     if keeps:
         replace_unread(model, UnreadWeight.as_stored)
     refuse_incomplete(config.path, info, model.state_dict())
     if not is_checked:
         refuse_not_finite_model(config.path, model)
+    plain_linears(model)
     logger.info("loaded %s (%s) as %s on %s", config.path, model_config.model_type, dtype, device)
     size = sum(each.numel() * each.itemsize for each in model.parameters()) / (1 << 30)
     with enough_memory(device, f"the weights of {config.path!r}, {size:.1f} GiB", WEIGHTS_REMEDY):

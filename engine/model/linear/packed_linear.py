@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
-from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashTopkRouter
 from transformers.pytorch_utils import Conv1D
 
 from engine.model.checkpoint.node_memory import drop_pages
@@ -94,17 +93,6 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = shape
         self.weight = torch.empty(0, dtype=dtype)  # without numbers: Mamba-2's model asks its head for this dtype
         self.forward = function
-
-
-class ReadLinear(nn.Linear):
-    """A linear layer that is not called: its router reads the weight, so it stays as it is."""
-
-
-def keep_read_weights(model: nn.Module) -> None:
-    """Make the layers whose weights their routers read `ReadLinear`, before any weight is packed."""
-    for module in model.modules():
-        if isinstance(module, LongcatFlashTopkRouter):
-            module.classifier.__class__ = ReadLinear
 
 
 def pack_linears(

@@ -26,7 +26,7 @@ from engine.config import Quantization
 from engine.kv_cache.state_pool import state_bytes
 from engine.model.checkpoint.dtype import resolve_dtype
 from engine.model.forward_batch import ForwardBatch
-from engine.model.linear.packed_linear import keep_read_weights
+from engine.model.linear.stock_linears import plain_linears
 from engine.model.paged_model import PagedModel
 from engine.sequence.sequence import ZEROS
 from tests.engine.fixtures.hybrids import HYBRIDS
@@ -123,7 +123,7 @@ class Passes:
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=0.02)
-        keep_read_weights(model)
+        plain_linears(model)
         embeddings = {id(each.weight) for each in model.modules() if isinstance(each, torch.nn.Embedding)}
         weights = [each for each in model.parameters() if each.ndim > 1 and id(each) not in embeddings]
         self.num_weights = sum(each.numel() for each in weights)

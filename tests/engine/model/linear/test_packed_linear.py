@@ -14,14 +14,13 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from engine.config import CacheConfig, ModelConfig, Quantization
+from engine.config import CacheConfig, ModelConfig
 from engine.model.linear import gated_linear, packed_linear
 from engine.model.linear.packed_linear import PackedLinear, can_pack, can_reorder, linear_of, pack_linears
 from engine.model.loader import load_model
 from engine.model.runner import served_weights
 from engine.model.runner.model_runner import ModelRunner
 from tests.engine.fixtures.families import SERVED, write_family
-from tests.engine.model.test_more_families import small_config
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -99,14 +98,6 @@ def test_a_runner_holds_no_weight_beside_the_packed_ones(
     kept = {name for name, weight in weights.items() if weight() is not None}
     assert runner.num_blocks == 2
     assert kept <= {name for name in weights if name.endswith(("embed_tokens.weight", "wte.weight", "wpe.weight"))}
-
-
-@pytest.mark.parametrize("quantization", [Quantization.NONE, Quantization.INT4])
-def test_longcat_flash_starts_in_bfloat16_and_int4(tmp_path: Path, quantization: Quantization) -> None:
-    """The start compares logits with the stock model's."""
-    write_family(tmp_path, small_config("longcat_flash"))
-    model = ModelConfig(str(tmp_path), "bfloat16", "cpu", quantization=quantization)
-    assert ModelRunner(model, CacheConfig(num_blocks=2)).num_blocks == 2
 
 
 def test_a_tied_embedding_keeps_its_weight() -> None:
