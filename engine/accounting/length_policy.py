@@ -141,6 +141,7 @@ class LengthPolicy:
         is_plain = not self._is_speculating and not any(each.num_requested for each in passes)
         if is_plain and not is_due and record.num_prompt_rows == 0:
             self._num_skipped += 1
+            self._costs.count(0, len(passes))
             return
         if not is_plain:
             self._num_skipped = 0  # a pass with drafts does not represent them
@@ -292,7 +293,7 @@ class LengthPolicy:
         if not self._costs.is_known:
             self._costs.observe(num_prompt_rows, parts.num_rows, target_s)
             return
-        if parts.num_rows == parts.num_sequences:
+        if parts.num_rows == parts.num_sequences and num_prompt_rows == 0:
             self._last_plain = step
         if requested and not self._is_speculating:
             plain_s = self._costs.pass_s(parts.num_sequences)

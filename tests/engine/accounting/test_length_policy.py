@@ -308,6 +308,26 @@ def test_passes_between_two_plans_without_drafts_are_not_learned_from_one_by_one
     assert policy._gates._gates["model-greedy"].meter._passes > before  # each represents all before it
 
 
+def test_a_pass_with_a_prompt_is_no_plain_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request has fewer passes than there are between two plain ones, and its first pass reads a prompt."""
+    pair = SimulatedPair(lambda index, step: 0.8, FAST, request_tokens=128, prompt_tokens=60)
+    pair.run(1, 200, policy := new_policy())
+    monkeypatch.setattr(policy._costs, "observe", observe := Mock(wraps=policy._costs.observe))
+    pair.run(1, 640, policy)
+    num_plain = sum(sizes.args[:2] == (0, 1) for sizes in observe.call_args_list)
+    assert num_plain == pytest.approx(640 / 64, abs=2)
+
+
+def test_prompts_are_as_frequent_in_the_costs_of_a_batch_that_rests_as_in_all_passes() -> None:
+    """A prompt hides a part of the drafts' time: too many of them would make drafts look cheap."""
+    pair = SimulatedPair(lambda index, step: 0.0, HEAVY_DRAFT, request_tokens=128, prompt_tokens=60)
+    policy, shares = new_policy(), []
+    for _ in range(20):
+        pair.run(8, 100, policy)
+        shares.append(policy._costs.row_seconds(8, 1, is_optimistic=False).prompt_share)
+    assert np.mean(shares[1:]) == pytest.approx(8 / 128, abs=0.04)
+
+
 def test_more_load_means_shorter_drafts_and_less_load_longer_ones() -> None:
     means = []
     for seed in range(3):
