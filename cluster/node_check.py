@@ -6,7 +6,6 @@ import logging
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -44,16 +43,16 @@ def check_nodes(
     demand, prefill = placement.demand, placement.prefill_demand
     num_running = _num_running_pairs()
     check_places(placement, min(num_running, config.pair.min_replicas), nodes)
-    places = [(node, node.num_places(demand), node.num_places(prefill) if prefill else 0) for node in nodes]
-    wanted = [each for each in places if each[1] or each[2]]
+    places = [(node, (node.num_places(demand), node.num_places(prefill) if prefill else 0)) for node in nodes]
+    wanted = [(node, nums) for node, nums in places if any(nums)]
     is_on_gpu, is_replacing = placement.num_gpus > 0, num_running > 0
     logger.info("looking at %d nodes, %s", len(wanted), "to replace pairs" if is_replacing else "where no pair runs")
-    findings = _ask([node for node, *_ in wanted], config, settings if is_replacing else None, is_on_gpu=is_on_gpu)
+    findings = _ask([node for node, _ in wanted], config, settings if is_replacing else None, is_on_gpu=is_on_gpu)
     rooms = []
-    for (node, num_pairs, num_prefills), (free_bytes, obstacle) in zip(wanted, findings, strict=True):
+    for (node, nums), (free_bytes, obstacle) in zip(wanted, findings, strict=True):
         if obstacle is not None:
             raise ConfigError(f"on node {node.name}: {obstacle}")
-        rooms.append(NodeRoom(node.name, free_bytes, num_pairs, num_prefills))
+        rooms.append((node.name, free_bytes, nums))
     if rooms:
         check_room(config, rooms, is_on_gpu=is_on_gpu)
 
@@ -71,41 +70,31 @@ def check_places(placement: PairPlacement, num_replaced: int, nodes: Sequence[No
         )
 
 
-@dataclass(frozen=True, slots=True)
-class NodeRoom:
-    """A node's memory for new replicas, including the memory of replicas they replace, and its places by Ray's count.
-
-    Both kinds of replica may have places there.
-    """
-
-    name: str
-    free_bytes: int
-    num_pairs: int
-    num_prefills: int = 0
-
-
-def check_room(config: DeployConfig, rooms: Sequence[NodeRoom], *, is_on_gpu: bool) -> None:
+def check_room(config: DeployConfig, rooms: Sequence[tuple[str, int, tuple[int, int]]], *, is_on_gpu: bool) -> None:
     """Raise ConfigError if a node has too little memory for one replica, or all nodes together for all replicas.
+
+    `rooms` has each node's name, its memory for new replicas (with the memory of replicas they replace), and its places
+    for pairs and for prefill replicas by Ray's count.
 
     With autoscaling only the least number of replicas must fit: nodes may be added for more.
     """
     sizes = replica_bytes(config, is_on_gpu=is_on_gpu)
     remedy = memory_remedy(is_on_gpu=is_on_gpu)
-    for room in rooms:
-        for kind, size, places in zip(("pair", "prefill"), sizes, (room.num_pairs, room.num_prefills), strict=True):
-            if places and size > room.free_bytes:
+    for name, free_bytes, places in rooms:
+        for kind, size, num_places in zip(("pair", "prefill"), sizes, places, strict=True):
+            if num_places and size > free_bytes:
                 raise ConfigError(
-                    f"node {room.name} may get a replica of {kind}, which takes about {size / GIB:.1f} GiB of memory, "
-                    f"and has {room.free_bytes / GIB:.1f} GiB for it; lower {remedy}, or keep it off that node by "
+                    f"node {name} may get a replica of {kind}, which takes about {size / GIB:.1f} GiB of memory, "
+                    f"and has {free_bytes / GIB:.1f} GiB for it; lower {remedy}, or keep it off that node by "
                     f"{kind}.resources"
                 )
     pairs, prefills = config.pair.min_replicas, config.prefill.min_replicas
-    num_places = sum(min(room.num_pairs, room.free_bytes // max(1, sizes[0])) for room in rooms)
-    needed, free = pairs * sizes[0] + prefills * sizes[1], sum(room.free_bytes for room in rooms)
-    if config.pair.gpus is None and (pairs > num_places or needed > free):
+    num_fitting = sum(min(places[0], free_bytes // max(1, sizes[0])) for _, free_bytes, places in rooms)
+    needed, free = pairs * sizes[0] + prefills * sizes[1], sum(free_bytes for _, free_bytes, _ in rooms)
+    if config.pair.gpus is None and (pairs > num_fitting or needed > free):
         raise ConfigError(
             f"{pairs} pairs and {prefills} prefill replicas take about {needed / GIB:.1f} GiB of memory, and the "
-            f"{len(rooms)} nodes for them have {free / GIB:.1f} GiB, enough for {num_places} pairs; lower {remedy}, "
+            f"{len(rooms)} nodes for them have {free / GIB:.1f} GiB, enough for {num_fitting} pairs; lower {remedy}, "
             "or add nodes"
         )
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -127,51 +128,36 @@ class DivergedError(Exception):
     """The loss is no number any more: this learning rate is too high."""
 
 
-class LogLesson:
-    """Gives the loss of the next batch; batch n is a function of the seed and n, so that a run can be resumed.
+def batch_loss(student: Student, windows: Sequence[Window], device: torch.device) -> Tensor:
+    """Return the draft's loss on a batch. Raises DivergedError."""
+    top_ids = student.draft_ids(torch.cat([window.top_ids for window in windows])).to(device)
+    top_logprobs = torch.cat([window.top_logprobs for window in windows]).to(device).float()
+    total, weight, weights = torch.zeros((), device=device), 1.0, 0.0
+    with autocast(device):
+        for logits in student.logits(windows, student.num_unlike(NUM_DRAFTS)):
+            # As in the demo draft's own training.
+            total = total + weight * top_distillation_loss(logits, top_ids, top_logprobs, 1.0)
+            weight, weights = weight * DRAFT_WEIGHT, weights + weight
+    loss = total / weights
+    if not torch.isfinite(loss):
+        raise DivergedError
+    return loss
 
-    A batch has windows of similar lengths, since padding to the longest is wasted.
 
-    Args:
-        student: the draft.
-        windows: the windows that train.
-        budget: tokens of a batch, and the device.
-        seed: of the order of windows.
-        num_steps: batches that the run has had before.
+def batches_of(windows: Sequence[Window], num_tokens: int, seed: int, num_steps: int = 0) -> Iterator[list[Window]]:
+    """Yield batches without end, after the first `num_steps`: one window, or up to `num_tokens` with padding.
+
+    Batch n is a function of the seed and n, so that a run can be resumed. A batch has windows of similar lengths, since
+    padding to the longest is wasted.
     """
-
-    def __init__(
-        self, student: Student, windows: Sequence[Window], budget: Budget, seed: int, num_steps: int = 0
-    ) -> None:
-        self._student, self._budget = student, budget
-        self._windows = sorted(windows, key=lambda window: len(window.token_ids))
-        self._seed, self._num_steps = seed, num_steps
-
-    def __call__(self, progress: float) -> Tensor:
-        """Return the loss of the next batch; it does not depend on `progress`. Raises DivergedError."""
-        windows, student = self._next(), self._student
-        device = self._budget.device
-        top_ids = student.draft_ids(torch.cat([window.top_ids for window in windows])).to(device)
-        top_logprobs = torch.cat([window.top_logprobs for window in windows]).to(device).float()
-        total, weight, weights = torch.zeros((), device=device), 1.0, 0.0
-        with autocast(device):
-            for logits in student.logits(windows, student.num_unlike(NUM_DRAFTS)):
-                # As in the demo draft's own training.
-                total = total + weight * top_distillation_loss(logits, top_ids, top_logprobs, 1.0)
-                weight, weights = weight * DRAFT_WEIGHT, weights + weight
-        loss = total / weights
-        if not torch.isfinite(loss):
-            raise DivergedError
-        return loss
-
-    def _next(self) -> list[Window]:
-        rng = np.random.default_rng((self._seed, self._num_steps))
-        self._num_steps += 1
-        last = int(rng.integers(len(self._windows)))
-        number = max(1, self._budget.tokens_per_step // len(self._windows[last].token_ids))
+    windows = sorted(windows, key=lambda window: len(window.token_ids))
+    for step in count(num_steps):
+        rng = np.random.default_rng((seed, step))
+        last = int(rng.integers(len(windows)))
+        number = max(1, num_tokens // len(windows[last].token_ids))
         # Four candidates by length for each window of a batch.
-        alike = self._windows[max(0, last + 1 - 4 * number) : last + 1]
-        return [alike[index] for index in rng.choice(len(alike), min(number, len(alike)), replace=False)]
+        alike = windows[max(0, last + 1 - 4 * number) : last + 1]
+        yield [alike[index] for index in rng.choice(len(alike), min(number, len(alike)), replace=False)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,14 +227,14 @@ class TrainingRun:
             _fill(parameters, self._state["weights"])
             optimizer.load_state_dict(self._state["optimizer"])
         clock = TrainingClock(self._budget, self._state["seconds"], self._state["num_steps"])
-        lesson = LogLesson(student, windows, self._budget, self.candidate.seed, clock.num_steps)
+        batches = batches_of(windows, self._budget.tokens_per_step, self.candidate.seed, clock.num_steps)
 
         def save() -> None:
             self._save(clock, parameters, optimizer)
 
         def step_loss(progress: float) -> torch.Tensor:
             on_progress(progress)
-            return lesson(progress)
+            return batch_loss(student, next(batches), self._budget.device)
 
         try:
             train(model, optimizer, step_loss, self._budget, save, clock)

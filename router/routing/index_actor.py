@@ -89,13 +89,13 @@ class IndexState:
         )
         decision = self._rank(policy_input, self.loads.view(candidates, now_s))
         # Reserve on the chosen worker.
-        chosen = decision.ranked(1)[0]
+        worker_id = decision.worker_id
         self._turn += 1
         # After its predicted first token a request's blocks may still be unreported.
-        self.index.reserve(chosen.worker_id, keys, now_s, hold_s=chosen.ttft_s + 1.0)
-        work = SentWork(query.request_id, query.num_tokens - chosen.cached_tokens, now_s)
-        self.loads.sent(chosen.worker_id, work)
-        self._remember(query.session_id, chosen.worker_id)
+        ttft_s = float(decision.terms.ttft_s[decision.order[0]])
+        self.index.reserve(worker_id, keys, now_s, hold_s=ttft_s + 1.0)
+        self.loads.sent(worker_id, SentWork(query.request_id, query.num_tokens - decision.cached_tokens, now_s))
+        self._remember(query.session_id, worker_id)
         return decision
 
     def _remember(self, session_id: str, worker_id: str) -> None:
@@ -126,20 +126,20 @@ class IndexState:
 
     def _holder(self, query: RouteQuery, decision: Decision) -> PrefixHolder | None:
         """Find the candidate that has reported more of the prefix than the chosen worker is expected to hold."""
-        num_known = decision.ranked(1)[0].cached_tokens // self._block_size
+        num_known = decision.cached_tokens // self._block_size
         others = [worker_id for worker_id in decision.fleet.worker_ids if worker_id != decision.worker_id]
         return self.index.longest_held(split_keys(query.keys), others, num_known)
 
     def _reply(self, decision: Decision, is_explained: bool) -> RouteReply:
-        costs = decision.ranked()
-        chosen = costs[0]
-        rate = float(decision.fleet.prefill_tokens_per_s[decision.order[0]])
+        fleet, order = decision.fleet, decision.order
+        costs_s = decision.terms.total_s[order]
+        rate = float(fleet.prefill_tokens_per_s[order[0]])
         return RouteReply(
-            worker_ids=tuple(cost.worker_id for cost in costs),
-            predicted_blocks=chosen.cached_tokens // self._block_size,
-            achievable_blocks=max(cost.cached_tokens for cost in costs) // self._block_size,
-            cost_s=chosen.total_s,
-            runner_up_cost_s=min((cost.total_s for cost in costs[1:]), default=float("inf")),
+            worker_ids=tuple(fleet.worker_ids[row] for row in order),
+            predicted_blocks=decision.cached_tokens // self._block_size,
+            achievable_blocks=int(decision.terms.cached_tokens.max()) // self._block_size,
+            cost_s=float(costs_s[0]),
+            runner_up_cost_s=float(costs_s[1:].min(initial=float("inf"))),
             block_prefill_s=self._block_size / rate,
             formula=decision.explain() if is_explained else "",
             num_known_blocks=len(self.index),

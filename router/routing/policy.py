@@ -101,16 +101,6 @@ class CostTerms:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerCost:
-    """One worker's numbers in a decision."""
-
-    worker_id: str
-    cached_tokens: int
-    ttft_s: float
-    total_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Decision:
     """A ranking of the candidates, best first, with its numbers; `order` indexes `fleet.worker_ids`."""
 
@@ -125,21 +115,14 @@ class Decision:
         """The chosen worker."""
         return self.fleet.worker_ids[int(self.order[0])]
 
-    def ranked(self, limit: int | None = None) -> list[WorkerCost]:
-        """Return the best `limit` workers (all by default), best first."""
-        return [self._cost(int(row)) for row in self.order[:limit]]
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that the chosen worker is expected to hold."""
+        return int(self.terms.cached_tokens[self.order[0]])
 
     def explain(self) -> str:
         """Format the formula with its numbers for the three best workers, as one line for the debug log."""
         return f"{self.policy}: " + "; ".join(self._formula(int(row)) for row in self.order[:3])
-
-    def _cost(self, row: int) -> WorkerCost:
-        return WorkerCost(
-            worker_id=self.fleet.worker_ids[row],
-            cached_tokens=int(self.terms.cached_tokens[row]),
-            ttft_s=float(self.terms.ttft_s[row]),
-            total_s=float(self.terms.total_s[row]),
-        )
 
     def _formula(self, row: int) -> str:
         fleet, terms = self.fleet, self.terms

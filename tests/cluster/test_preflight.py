@@ -18,7 +18,7 @@ from cluster.app import build
 from cluster.config import DeployConfig, parse_config
 from cluster.deploy_file import DeployFile
 from cluster.local.serve_environment import free_port
-from cluster.node_check import NodeRoom, check_room
+from cluster.node_check import check_room
 from cluster.preflight import (
     check_certificates,
     check_driver,
@@ -221,8 +221,8 @@ def pairs_of(model: Path, gib: float, **sections: object) -> DeployConfig:
     return parse_config(args)
 
 
-def room(name: str, gib: float, num_pairs: int = 1, num_prefills: int = 0) -> NodeRoom:
-    return NodeRoom(name, int(gib * (1 << 30)), num_pairs, num_prefills)
+def room(name: str, gib: float, num_pairs: int = 1, num_prefills: int = 0) -> tuple[str, int, tuple[int, int]]:
+    return name, int(gib * (1 << 30)), (num_pairs, num_prefills)
 
 
 def test_pairs_fit_if_nodes_have_places_and_memory_for_all_of_them(model: Path):

@@ -6,6 +6,7 @@ import json
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +24,8 @@ from tests.engine.model.draft_heads.test_checkpoint import Hostile
 from tuning.draft import DraftFolder
 from tuning.log_windows import read_log, windows_of
 from tuning.rollouts import write_rollouts
-from tuning.run import Candidate, LogLesson, TrainingRun, add_low_rank, merge_low_rank
+from tuning.run import Candidate, TrainingRun, add_low_rank, batches_of, merge_low_rank
 from tuning.score import expected_passes, generate
-from tuning.train import Budget
 from tuning.tune import TuneSettings, tune, working_folder
 
 NUM_PROMPT_TOKENS = 4
@@ -174,14 +174,12 @@ def test_texts_that_were_written_are_behind_prompts_that_train_and_are_written_o
     assert [each.token_ids.tolist() for each in again] == [each.token_ids.tolist() for each in written]
 
 
-def test_windows_of_a_batch_are_of_like_lengths_and_batches_the_same_again(pair: Folders) -> None:
+def test_windows_of_a_batch_are_of_like_lengths_and_batches_the_same_again() -> None:
     logits = np.random.default_rng(0).normal(size=(200, VOCAB_SIZE)).astype(np.float32)
     requests = [logged(np.arange(length + 4), logits[:length], 0.0) for length in range(8, 200)]
     windows = [window for request in requests for window in windows_of(request)]
-    student = DraftFolder(pair.draft, str(pair.target), torch.device("cpu")).load()
-    lessons = [LogLesson(student, windows, Budget(1.0, torch.device("cpu"), 2048), seed=3) for _ in range(2)]
-    for _ in range(50):
-        first, second = (lesson._next() for lesson in lessons)
+    all_batches = [islice(batches_of(windows, 2048, seed=3), 50) for _ in range(2)]
+    for first, second in zip(*all_batches, strict=True):
         assert [id(window) for window in first] == [id(window) for window in second]
         lengths = [len(window.token_ids) for window in first]
         assert len(lengths) * max(lengths) <= 2048

@@ -133,15 +133,16 @@ def test_round_robin_takes_turns():
 def test_every_policy_ranks_every_worker_once(policy: Policy):
     workers = fleet(*(load(name, 100 * place) for place, name in enumerate("abcdefg")))
     decision = rank(policy, replace(REQUEST, prefix_blocks={"e": 3}), workers, CONFIG)
-    assert sorted(cost.worker_id for cost in decision.ranked()) == list("abcdefg")
+    assert sorted(workers.worker_ids[row] for row in decision.order) == list("abcdefg")
 
 
 def test_workers_are_ranked_by_cost():
     workers = fleet(load("a", 900), load("b", 100), load("c", 500))
-    ranked = rank(Policy.PREFIX, REQUEST, workers, CONFIG).ranked()
-    assert [cost.worker_id for cost in ranked] == ["b", "c", "a"]
-    assert ranked[0].total_s == pytest.approx(1.1 + 1.5)  # every worker has a backlog: the whole prefill delays others
-    assert ranked[0].ttft_s == pytest.approx(1.1)
+    decision = rank(Policy.PREFIX, REQUEST, workers, CONFIG)
+    assert [workers.worker_ids[row] for row in decision.order] == ["b", "c", "a"]
+    terms, best = decision.terms, decision.order[0]
+    assert terms.total_s[best] == pytest.approx(1.1 + 1.5)  # all have a backlog: the whole prefill delays others
+    assert terms.ttft_s[best] == pytest.approx(1.1)
 
 
 def test_holders_that_are_no_candidates_are_ignored():
