@@ -100,58 +100,27 @@ def paged_attention(
     query [T, H * G, D], float32, float16 or bfloat16, contiguous in D; keys [N, P, H, D] and values, contiguous, of the
     same dtype or float8_e4m3fn. Scores, softmax and sums are float32, weights have the query's dtype when they meet the
     values. `scales` are factors of stored keys and values, [H] float32 each, for pools of float8. Nothing waits for the
-    device. The function is long because only it names the arguments of both launches.
+    device.
     """
     assert query.stride(-1) == 1, "a head's numbers lie side by side"
     assert keys.is_contiguous() and values.is_contiguous(), "slots are counted through all blocks"  # noqa: PT018
-    _, block_size, num_kv_heads, key_dim = keys.shape
-    value_dim = values.shape[-1]
+    num_kv_heads, value_dim = keys.shape[2], values.shape[-1]
     num_rows, num_heads, _ = query.shape
-    tiling, masks = launch.tiling, launch.masks
     sizes = {
         "NUM_KV_HEADS": num_kv_heads,
         "GROUP_SIZE": num_heads // num_kv_heads,
         "VALUE_DIM": value_dim,
         "VALUE_WIDTH": max(16, power_of_two(value_dim)),
-        "BLOCK_M": tiling.block_m,
+        "BLOCK_M": launch.tiling.block_m,
     }
     out = query.new_empty(num_rows, num_heads, value_dim)
-    lanes = (launch.num_partials, num_kv_heads, tiling.block_m)
+    lanes = (launch.num_partials, num_kv_heads, launch.tiling.block_m)
     # Partial states of split tiles; `merge_splits` combines them.
     sums = query.new_empty(*lanes, sizes["VALUE_WIDTH"], dtype=torch.float32)
     peaks, totals = query.new_empty(2, *lanes, dtype=torch.float32)
+    partials = sums, peaks, totals
     with torch.cuda.device_of(query):
-        # One program per tile and kv head.
-        attend_tiles[(launch.tiles.shape[0] * num_kv_heads,)](
-            out,
-            query,
-            keys,
-            values,
-            launch.block_tables,
-            launch.tiles,
-            None if masks is None else masks.ancestors,
-            None if masks is None else masks.positions,
-            options.sinks,
-            scales[0],
-            scales[1],
-            sums,
-            peaks,
-            totals,
-            options.scaling,
-            query.stride(0),
-            query.stride(1),
-            **sizes,
-            BLOCK_SIZE=block_size,
-            KEY_DIM=key_dim,
-            KEY_WIDTH=max(16, power_of_two(key_dim)),
-            WINDOW=options.window or 0,
-            SOFTCAP=options.softcap or 0.0,
-            OPERAND=operand(query.dtype),
-            IS_BATCH_INVARIANT=launch.is_batch_invariant,
-            BLOCK_N=tiling.block_n,
-            num_warps=tiling.num_warps,
-            num_stages=tiling.num_stages,
-        )
+        _attend(out, query, keys, values, launch, options, scales, partials, sizes)
         if launch.num_partials:
             # One program per packed row of a split tile.
             merge_splits[(launch.merges.shape[0] * num_kv_heads * launch.num_lanes,)](
@@ -159,14 +128,55 @@ def paged_attention(
                 launch.merges,
                 launch.num_lanes,
                 options.sinks,
-                sums,
-                peaks,
-                totals,
+                *partials,
                 **sizes,
                 BLOCK_S=1 if launch.is_batch_invariant else 8,
                 num_warps=1,
             )
     return out
+
+
+def _attend(
+    out: Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    launch: Launch,
+    options: LayerOptions,
+    scales: tuple[Tensor | None, Tensor | None],
+    partials: tuple[Tensor, Tensor, Tensor],
+    sizes: dict[str, int],
+) -> None:
+    """Launch one program per tile and kv head."""
+    _, block_size, num_kv_heads, key_dim = keys.shape
+    tiling, masks = launch.tiling, launch.masks
+    attend_tiles[(launch.tiles.shape[0] * num_kv_heads,)](
+        out,
+        query,
+        keys,
+        values,
+        launch.block_tables,
+        launch.tiles,
+        None if masks is None else masks.ancestors,
+        None if masks is None else masks.positions,
+        options.sinks,
+        *scales,
+        *partials,
+        options.scaling,
+        query.stride(0),
+        query.stride(1),
+        **sizes,
+        BLOCK_SIZE=block_size,
+        KEY_DIM=key_dim,
+        KEY_WIDTH=max(16, power_of_two(key_dim)),
+        WINDOW=options.window or 0,
+        SOFTCAP=options.softcap or 0.0,
+        OPERAND=operand(query.dtype),
+        IS_BATCH_INVARIANT=launch.is_batch_invariant,
+        BLOCK_N=tiling.block_n,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+    )
 
 
 def heads_of(query: Tensor, key: Tensor, value: Tensor) -> HeadShape:

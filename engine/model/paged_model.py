@@ -93,28 +93,17 @@ class PagedModel:
         Args:
             model: transformers' own, with stock attention.
             quantization: of the linear layers.
-            plan_attention: computes the agreement check and lays out forwards; batch-invariant if
-                `is_deterministic`.
+            plan_attention: the attention of forwards; batch-invariant if `is_deterministic`.
             taps: hidden states that forwards keep as `features`.
             rank: this process among the model's ranks.
-            dtype: of hidden states and KV; None for the model's. Linear layers and plain embeddings may be stored in
-                another.
+            dtype: of hidden states and KV; None for the model's. Weights may be stored in another.
             is_deterministic: a row's logits have the same bits in every batch.
             store: keeps the packed weights of a model on one rank, and that it agreed with its stock model.
 
         Raises:
             ConfigError: the model's family cannot be served.
         """
-        with understood(model):
-            sequences, far = _probe_token_ids(model), _far_position(model)
-        stock: ModelRecord | None = None
-        if rank.is_first:  # other ranks read only their part of the weights, from a mapped file
-            if rank.size > 1:  # the weights are still whole
-                with understood(model), dequantized(model, quantization):
-                    stock_logits = _stock_logits(model, sequences, far)
-            stock = record_layers(model)
-        rank.barrier()
-        stock = rank.from_first(stock)
+        probe, stock, whole_logits = _probe_whole(model, quantization, rank)
         self.vocab_size, records, self.state_shapes = stock.vocab_size, stock.layers, stock.states
         self.layer_shapes = self.rank_shapes = kv_shapes_of(records)
         self._dtype, self._device = dtype or model.dtype, rank.device or model.device
@@ -129,19 +118,42 @@ class PagedModel:
         note = _circumstances(plan_attention, self.decoder, is_deterministic=is_deterministic)
         if store.has_agreed(note):
             return
-        if rank.size == 1:
-            with understood(model), stock_attention(model):
-                stock_logits = _stock_logits(model, sequences, far)
-        # Against the stock model of the same weights.
         tolerance = _MAX_ERROR[self._dtype] + 0.2 * (quantization is not Quantization.NONE)
-        with understood(model):
-            logits = self._probed(sequences, far, plan_attention)
-            leaked = self._probed((_others(sequences[0], self.vocab_size), sequences[1]), far, plan_attention)
-        if rank.is_first:
-            _check(model, logits, stock_logits, leaked, tolerance, num_own=len(sequences[1]))
+        self._check_agreement(model, probe, plan_attention, rank, whole_logits, tolerance)
         if is_deterministic and (difference := self._first_difference(plan_attention)):
             raise _not_deterministic(model, f"{difference} gives the same tokens other logits than a prefill")
         store.agree(note)
+
+    def _check_agreement(
+        self,
+        model: PreTrainedModel,
+        probe: _Probe,
+        plan_attention: PlanAttention,
+        rank: Rank,
+        expected: Tensor | None,
+        tolerance: float,
+    ) -> None:
+        """Compare the probe's logits with the stock model's of the same weights; other ranks compute only.
+
+        Raises:
+            ConfigError: they differ, or change with other tokens in the pass.
+        """
+        (first, second), far = probe
+        if rank.size == 1:
+            with understood(model), stock_attention(model):
+                expected = _stock_logits(model, *probe)
+        with understood(model):
+            logits = self._probed((first, second), far, plan_attention)
+            leaked = self._probed((_others(first, self.vocab_size), second), far, plan_attention)
+        if expected is None:
+            return
+        num_own = len(second)
+        parts = (slice(None, -num_own), slice(-num_own, None))
+        error = max(_relative_error(logits[rows], expected[rows]) for rows in parts)
+        if not error <= tolerance:
+            raise refusal(model, f"its logits in a forward batch differ from the stock model's by {error:.1%}")
+        if _is_leaking(model, leaked[-num_own:], logits[-num_own:]):
+            raise refusal(model, "other sequences in a forward batch change its logits")
 
     @property
     def features(self) -> Tensor | None:
@@ -268,16 +280,23 @@ def _not_deterministic(model: PreTrainedModel, reason: str) -> ConfigError:
     )
 
 
-def _check(
-    model: PreTrainedModel, logits: Tensor, expected: Tensor, leaked: Tensor, tolerance: float, *, num_own: int
-) -> None:
-    """Refuse logits that differ from the expected ones, or that change with other tokens in the pass."""
-    parts = (slice(None, -num_own), slice(-num_own, None))
-    error = max(_relative_error(logits[rows], expected[rows]) for rows in parts)
-    if not error <= tolerance:
-        raise refusal(model, f"its logits in a forward batch differ from the stock model's by {error:.1%}")
-    if _is_leaking(model, leaked[-num_own:], logits[-num_own:]):
-        raise refusal(model, "other sequences in a forward batch change its logits")
+_Probe = tuple[tuple[list[int], list[int]], int]  # two sequences, and the position where the second starts
+
+
+def _probe_whole(
+    model: PreTrainedModel, quantization: Quantization, rank: Rank
+) -> tuple[_Probe, ModelRecord, Tensor | None]:
+    """Return the probe, the record of all layers, and the stock logits if the weights are about to be sharded."""
+    stock, logits = None, None
+    with understood(model):
+        probe = _probe_token_ids(model), _far_position(model)
+    if rank.is_first:  # other ranks read only their part of the weights, from a mapped file
+        if rank.size > 1:  # the weights are still whole
+            with understood(model), dequantized(model, quantization):
+                logits = _stock_logits(model, *probe)
+        stock = record_layers(model)
+    rank.barrier()
+    return probe, rank.from_first(stock), logits
 
 
 @torch.inference_mode()

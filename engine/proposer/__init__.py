@@ -74,19 +74,15 @@ class GuardedProposer:
         self.is_on = True
 
     def open(self, sequence: RequestTokens) -> None:
-        """Open the sequence in the proposer."""
         self._try(lambda: self._proposer.open(sequence), None)
 
     def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
-        """Return the proposer's drafts, or no drafts once it is off."""
         return self._try(lambda: self._proposer.propose(queries), [NO_DRAFT] * len(queries))
 
     def commit(self, sequences: Seq[RequestTokens]) -> None:
-        """Commit in the proposer."""
         self._try(lambda: self._proposer.commit(sequences), None)
 
     def close(self, request_id: str) -> None:
-        """Close the sequence in the proposer."""
         self._try(lambda: self._proposer.close(request_id), None)
 
     def _try(self, act: Callable[[], _Answer], without: _Answer) -> _Answer:

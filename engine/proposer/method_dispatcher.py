@@ -49,7 +49,6 @@ class HybridProposer:
         self._num_passed_over: dict[str, int] = {}
 
     def open(self, sequence: RequestTokens) -> None:
-        """Open the sequence in both."""
         if self._matcher.is_for(sequence):
             self._matcher.open(sequence)
             self._turns[sequence.request_id] = None
@@ -87,7 +86,6 @@ class HybridProposer:
             self._other.commit(asked)
 
     def close(self, request_id: str) -> None:
-        """Close the sequence in both."""
         if request_id in self._turns:
             del self._turns[request_id]
             self._matcher.close(request_id)

@@ -49,7 +49,6 @@ class TextProposer:
         self._model.sequences.check_integrity()
 
     def open(self, sequence: RequestTokens) -> None:
-        """Add the sequence."""
         reader = TextReader(self._pair.target, self._pair.draft, self._special_ids)
         request = replace(
             sequence.request, prompt_token_ids=(), output_token_ids=(), sampling=_LIKELIEST, sample_index=0
@@ -70,7 +69,6 @@ class TextProposer:
         """Do nothing: `propose` adds the newly committed tokens."""
 
     def close(self, request_id: str) -> None:
-        """Remove the sequence."""
         self._texts.pop(request_id, None)
         self._model.close(request_id)
 

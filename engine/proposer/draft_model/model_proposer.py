@@ -28,7 +28,7 @@ from engine.proposer.draft_model.draft_model import DraftModel
 from engine.proposer.draft_model.draft_sequence import DraftSequence, DraftSequences
 from engine.proposer.growth.block import Blocks, RowLogits
 from engine.proposer.growth.chain import Chain
-from engine.proposer.growth.tree import Tree, parents_of
+from engine.proposer.growth.tree import Tree, tree_of
 from engine.proposer.vocab_mapping.translation import SameVocabulary, Translation
 from engine.recurrent.limits import check_draft
 from engine.sampling.grammar_compiler import GrammarCompiler
@@ -163,7 +163,6 @@ class ModelProposer:
         return AheadDrafter(self._model, fan_out)
 
     def open(self, sequence: RequestTokens) -> None:
-        """Add a copy of the sequence."""
         self.sequences.open(sequence)
 
     def commit(self, sequences: Seq[RequestTokens]) -> None:
@@ -174,7 +173,6 @@ class ModelProposer:
         self.sequences.rewind(request_id, num_tokens)
 
     def close(self, request_id: str) -> None:
-        """Remove the sequence and free its blocks."""
         self.sequences.close(request_id)
 
     @torch.inference_mode()
@@ -258,10 +256,8 @@ class ModelProposer:
         return _DraftPlan(sequence, num_drafts, query.max_tree_nodes if self._tree_config is not None else 0)
 
     def _tree(self, plan: _DraftPlan) -> Tree:
-        assert self._tree_config is not None, "only a configured tree can be grown"
         copy, sequence = plan.sequence, plan.sequence.target_sequence
-        parents = parents_of(self._tree_config, sequence, plan.num_nodes, plan.num_drafts)
-        return Tree(sequence, copy.blocks, parents, plan.num_nodes, plan.num_drafts, copy.matcher)
+        return tree_of(self._tree_config, sequence, copy.blocks, plan.num_nodes, plan.num_drafts, copy.matcher)
 
 
 def _rows_of(logits: Tensor) -> RowLogits:

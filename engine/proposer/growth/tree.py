@@ -242,3 +242,16 @@ class Tree:
             node = self._nodes[node].parent
         committed = self.sequence.token_ids
         return masked(row_after(self.sequence, committed, tuple(reversed(path))), self._matcher, len(committed))
+
+
+def tree_of(
+    config: TreeConfig | None,
+    sequence: RequestTokens,
+    blocks: TokenBlocks,
+    num_nodes: int,
+    depth: int,
+    matcher: GrammarMatcher | None,
+) -> Tree:
+    """Return the tree of a pass, which grows to `num_nodes` nodes of at most `depth`."""
+    assert config is not None, "only a configured tree can be grown"
+    return Tree(sequence, blocks, parents_of(config, sequence, num_nodes, depth), num_nodes, depth, matcher)

@@ -19,9 +19,9 @@ from engine.model.draft_heads.medusa import MedusaHeads
 from engine.model.draft_heads.mtp import MtpHead
 from engine.model.draft_heads.self_draft import SelfDraft
 from engine.model.runner.model_runner import ModelRunner
-from engine.proposer import GuardedProposer, Proposer
+from engine.proposer import GuardedProposer, NoProposer, Proposer
 from engine.proposer.growth.chain import Chain, ChainSampler, next_steps
-from engine.proposer.growth.tree import Tree, parents_of
+from engine.proposer.growth.tree import Tree, tree_of
 from engine.proposer.growth.tree_sampler import TreeSampler
 from engine.proposer.hidden_state.recurrent import MtpProposer, RecurrentProposer
 from engine.proposer.hidden_state.state_proposer import BlockProposer, StateProposer
@@ -30,8 +30,8 @@ from engine.sequence.batch import DraftQuery
 from engine.sequence.sequence import RequestTokens
 
 
-class SelfProposer:
-    """Implements `Proposer`. A draft begins with the last committed token, whose KV the target has not computed.
+class SelfProposer(NoProposer):
+    """Drafts by the target's own weights. A draft begins with the last committed token, which has no KV yet.
 
     All slots that it writes, of KV and of recurrent states, are reserved for the pass that verifies the draft, which
     writes them again.
@@ -45,18 +45,8 @@ class SelfProposer:
         self._chain_sampler = ChainSampler(Sampler())
         self._tree_sampler = TreeSampler(Sampler())
 
-    def open(self, sequence: RequestTokens) -> None:
-        """Do nothing: the target prefills the prompt."""
-
-    def commit(self, sequences: Seq[RequestTokens]) -> None:
-        """Do nothing: the committed tokens are in the target's blocks."""
-
-    def close(self, request_id: str) -> None:
-        """Do nothing."""
-
     @torch.inference_mode()
     def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
-        """Grow all drafts together."""
         ready = [query for query in queries if query.sequence.num_uncomputed_tokens == 1]
         has_tree = [self._tree_config is not None and query.max_tree_nodes > 0 for query in ready]
         chains = [_chain(query) for query, flag in zip(ready, has_tree, strict=True) if not flag]
@@ -89,10 +79,8 @@ class SelfProposer:
         return self._draft.logits(self._runner.lay_out(spans))
 
     def _tree(self, query: DraftQuery) -> Tree:
-        assert self._tree_config is not None, "only a configured tree can be grown"
-        sequence, depth = query.sequence, query.max_draft_tokens
-        parents = parents_of(self._tree_config, sequence, query.max_tree_nodes, depth)
-        return Tree(sequence, sequence, parents, query.max_tree_nodes, depth, sequence.matcher)
+        sequence, num_nodes = query.sequence, query.max_tree_nodes
+        return tree_of(self._tree_config, sequence, sequence, num_nodes, query.max_draft_tokens, sequence.matcher)
 
 
 def _chain(query: DraftQuery) -> Chain:

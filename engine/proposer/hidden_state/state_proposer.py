@@ -16,7 +16,7 @@ from engine.model.draft_heads.head import BlockHead, DraftHead
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.growth.block import Blocks
 from engine.proposer.growth.chain import Chain, ChainSampler
-from engine.proposer.growth.tree import Tree, parents_of
+from engine.proposer.growth.tree import Tree, tree_of
 from engine.proposer.growth.tree_sampler import TreeSampler
 from engine.sampling.sampler import Sampler
 from engine.sequence.batch import DraftQuery
@@ -126,10 +126,8 @@ class StateProposer(ABC):
         )
 
     def _tree(self, query: DraftQuery) -> Tree:
-        assert self._tree_config is not None, "only a configured tree can be grown"
-        depth = self._depth(query)
-        parents = parents_of(self._tree_config, query.sequence, query.max_tree_nodes, depth)
-        return Tree(query.sequence, query.sequence, parents, query.max_tree_nodes, depth, query.sequence.matcher)
+        sequence, num_nodes = query.sequence, query.max_tree_nodes
+        return tree_of(self._tree_config, sequence, sequence, num_nodes, self._depth(query), sequence.matcher)
 
     def _depth(self, query: DraftQuery) -> int:
         return query.max_draft_tokens if self._max_depth is None else min(query.max_draft_tokens, self._max_depth)

@@ -26,23 +26,19 @@ class NgramProposer:
         self._tables: dict[str, _ContinuationTable] = {}
 
     def open(self, sequence: RequestTokens) -> None:
-        """Index the prompt."""
         table = self._tables[sequence.request_id] = _ContinuationTable(self._sizes)
         table.extend(sequence.token_ids)
 
     def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
-        """Copy the continuations of earlier occurrences."""
         return [self._draft(query.sequence, query.max_draft_tokens) for query in queries]
 
     def commit(self, sequences: Seq[RequestTokens]) -> None:
-        """Index the new tokens."""
         for sequence in sequences:
             table = self._tables.get(sequence.request_id)
             if table is not None:
                 table.extend(sequence.token_ids)
 
     def close(self, request_id: str) -> None:
-        """Remove the sequence."""
         self._tables.pop(request_id, None)
 
     def _draft(self, sequence: RequestTokens, num_tokens: int) -> Draft:

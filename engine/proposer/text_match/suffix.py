@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 
 from engine.batch.draft import NO_DRAFT, Draft, DraftSource
@@ -129,12 +129,10 @@ class SuffixProposer:
         self._sequences: dict[str, _IndexedSequence] = {}
 
     def open(self, sequence: RequestTokens) -> None:
-        """Index the prompt."""
         indexed = self._sequences[sequence.request_id] = _IndexedSequence(sequence, SuffixIndex())
         indexed.index.extend(sequence.token_ids)
 
     def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
-        """Return the matches as drafts."""
         matches = [self.match(query.sequence, query.max_draft_tokens) for query in queries]
         return [NO_DRAFT if match is None else Draft(match[0], source=self.source) for match in matches]
 
@@ -215,10 +213,8 @@ def _noise_of(sequence: RequestTokens) -> NoiseId:
     return sequence.sampling.seed, sequence.request.sample_index
 
 
-@dataclass(slots=True)
-class _TenantTexts:
-    index: SuffixIndex
-    noise_ends: dict[NoiseId, int] = field(default_factory=dict)  # noise -> end of its last text, oldest first
+# A tenant's texts, and the end of the last text of each noise, oldest first.
+_TenantTexts = tuple[SuffixIndex, dict[NoiseId, int]]
 
 
 class SharedTexts:
@@ -235,15 +231,16 @@ class SharedTexts:
 
     def add(self, tenant_id: str, noise_id: NoiseId, token_ids: Seq[int]) -> None:
         """Add a finished text."""
-        tenant = self._tenants.setdefault(tenant_id, _TenantTexts(SuffixIndex(self._max_tokens)))
+        index, noise_ends = self._tenants.setdefault(tenant_id, (SuffixIndex(self._max_tokens), {}))
         self._tenants.move_to_end(tenant_id)
-        num_before = len(tenant.index)
-        tenant.index.extend(token_ids)
-        tenant.index.end_text()
-        tenant.noise_ends.pop(noise_id, None)
-        tenant.noise_ends[noise_id] = tenant.index.end
-        _drop_forgotten(tenant)
-        self.num_tokens += len(tenant.index) - num_before
+        num_before = len(index)
+        index.extend(token_ids)
+        index.end_text()
+        noise_ends.pop(noise_id, None)
+        noise_ends[noise_id] = index.end
+        for forgotten in list(takewhile(lambda each: noise_ends[each] <= index.start, noise_ends)):
+            del noise_ends[forgotten]
+        self.num_tokens += len(index) - num_before
         self._evict()
 
     def of(self, tenant_id: str) -> SuffixIndex | None:
@@ -252,20 +249,14 @@ class SharedTexts:
         if tenant is None:
             return None
         self._tenants.move_to_end(tenant_id)
-        return tenant.index
+        return tenant[0]
 
     def has_noise(self, tenant_id: str, noise_id: NoiseId) -> bool:
         """True if the tenant has a text that was sampled with this noise."""
         tenant = self._tenants.get(tenant_id)
-        return tenant is not None and noise_id in tenant.noise_ends
+        return tenant is not None and noise_id in tenant[1]
 
     def _evict(self) -> None:
         while self.num_tokens > self._max_tokens:
-            _, tenant = self._tenants.popitem(last=False)
-            self.num_tokens -= len(tenant.index)
-
-
-def _drop_forgotten(tenant: _TenantTexts) -> None:
-    is_forgotten = takewhile(lambda each: each[1] <= tenant.index.start, tenant.noise_ends.items())
-    for noise_id, _ in list(is_forgotten):
-        del tenant.noise_ends[noise_id]
+            _, (index, _) = self._tenants.popitem(last=False)
+            self.num_tokens -= len(index)

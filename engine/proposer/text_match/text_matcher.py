@@ -73,11 +73,9 @@ class PredictionMatcher:
         self._predictions: WeakValueDictionary[tuple[str, str, tuple[int, ...]], Prediction] = WeakValueDictionary()
 
     def is_for(self, sequence: RequestTokens) -> bool:
-        """True if the request has a prediction."""
         return bool(sequence.request.prediction_token_ids)
 
     def open(self, sequence: RequestTokens) -> None:
-        """Start at the beginning of the prediction."""
         key = sequence.request.tenant, sequence.request.cache_salt, sequence.request.prediction_token_ids
         prediction = self._predictions.get(key)
         if prediction is None:
@@ -85,14 +83,12 @@ class PredictionMatcher:
         self._following[sequence.request_id] = _FollowedPrediction(sequence, prediction)
 
     def commit(self, sequences: Seq[RequestTokens]) -> None:
-        """Compare the new tokens with the prediction."""
         for sequence in sequences:
             following = self._following.get(sequence.request_id)
             if following is not None:
                 following.extend(sequence.token_ids[following.num_compared :])
 
     def close(self, request_id: str) -> None:
-        """Remove the sequence."""
         self._following.pop(request_id, None)
 
     def match(self, sequence: RequestTokens, max_tokens: int) -> TextMatch | None:

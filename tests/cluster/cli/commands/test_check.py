@@ -247,8 +247,10 @@ def test_full_compares_the_models_although_a_start_did(
     monkeypatch.setenv("OUTRIDER_CACHE_GIB", "1")
     file = tmp_path / "deploy.yaml"
     file.write_text(to_yaml(deployment_of("demo")))
-    compare, compared = paged_model._check, []
-    monkeypatch.setattr(paged_model, "_check", lambda *a, **k: (compared.append(a), compare(*a, **k)))
+    compare, compared = paged_model.PagedModel._check_agreement, []
+    monkeypatch.setattr(
+        paged_model.PagedModel, "_check_agreement", lambda *a, **k: (compared.append(a), compare(*a, **k))
+    )
     for count in (1, 2):
         assert main(["check", str(file), "--full"]) == 0
         assert len(compared) == 2 * count  # the target and its draft

@@ -227,13 +227,13 @@ def test_a_deterministic_model_has_products_of_its_own(model: Path, packings: li
 
 
 def test_the_agreement_check_is_repeated_only_on_demand(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check, checks = paged_model._check, list[object]()
+    check, checks = paged_model.PagedModel._check_agreement, list[object]()
 
     def counted(*arguments: Any, **options: Any) -> None:
         checks.append(arguments)
         check(*arguments, **options)
 
-    monkeypatch.setattr(paged_model, "_check", counted)
+    monkeypatch.setattr(paged_model.PagedModel, "_check_agreement", counted)
     started(model)
     assert len(checks) == 1
     started(model)
@@ -250,7 +250,7 @@ def test_a_start_that_fails_keeps_nothing(model: Path, cache: Path, monkeypatch:
         raise RuntimeError("no agreement")
 
     with monkeypatch.context() as patch:
-        patch.setattr(paged_model, "_check", refuse)
+        patch.setattr(paged_model.PagedModel, "_check_agreement", refuse)
         with pytest.raises(RuntimeError, match="no agreement"):
             started(model)
     assert not [*cache.glob("*/weights*")]

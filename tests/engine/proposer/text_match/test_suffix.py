@@ -338,11 +338,11 @@ def test_finished_texts_never_exceed_their_bound_and_the_latest_stay() -> None:
         tenant_id = str(dice.randrange(4))
         text = [dice.randrange(5) for _ in range(dice.choice([1, 5, 20, 90]))]
         shared.add(tenant_id, (number, 0), text)
-        held = {key: len(tenant.index) for key, tenant in shared._tenants.items()}
+        held = {key: len(index) for key, (index, _) in shared._tenants.items()}
         assert shared.num_tokens == sum(held.values()) <= 50
         assert held[tenant_id] >= min(50, len(text) + 1)
         assert shared.has_noise(tenant_id, (number, 0))
-        assert sum(len(tenant.noise_ends) for tenant in shared._tenants.values()) <= 50
+        assert sum(len(noise_ends) for _, noise_ends in shared._tenants.values()) <= 50
 
 
 def test_the_tenant_used_longest_ago_gives_way() -> None:
