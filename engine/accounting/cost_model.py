@@ -359,10 +359,12 @@ class CostModel:
         """
         optimism = 2.0 if is_optimistic else 0.0  # standard errors
         sizes = np.arange(num_rows, num_rows + num_drafts + 1)
+        plain_s = self._curve.at(num_rows)  # it is measured again and again, and a cheap one would end all drafts
         prompts = Counter(self._known_prompts(num_rows))
         if not prompts:
-            return RowSeconds(self._curve.seconds(sizes, optimism), np.zeros(len(sizes)))
+            return RowSeconds(np.maximum(self._curve.seconds(sizes, optimism), plain_s), np.zeros(len(sizes)))
         whole_s = self._curve.seconds(np.array([0, *prompts])[:, None] + np.append(0, sizes), optimism)
+        whole_s[0, 1:] = np.maximum(whole_s[0, 1:], plain_s)
         added_s = np.maximum(whole_s[:, 1:] - whole_s[:, :1], _LEAST_SHARE * whole_s[:, 1:])
         next_to_prompts_s = np.array(list(prompts.values())) / prompts.total() @ added_s[1:]
         return RowSeconds(

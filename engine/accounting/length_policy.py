@@ -227,10 +227,10 @@ class LengthPolicy:
     def _plan(self, sequences: Seq[Sequence]) -> list[DraftSize]:
         limits = ShapeLimits.of(sequences, lambda each, is_tree: self._num_possible(each, is_tree=is_tree))
         num_rows = len(sequences) + sum(each.num_wanted_rows for each in sequences if each.has_fixed_length)
-        # Before any pass is measured, use the first length.
+        # Before any pass is measured, use the first length, but few rows: a large batch may compute them in turn.
         if not self._costs.is_known:
             self._is_speculating = True
-            return limits.equal(self._first_length)
+            return limits.equal(min(self._first_length, max(1, 32 // len(sequences))))
         # Use no drafts if a plain pass is due, or if the costs are not known for more rows.
         room = self._costs.room(num_rows)
         if self._step - self._last_plain > _PLAIN_PERIOD or room <= 0:

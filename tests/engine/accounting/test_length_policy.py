@@ -34,6 +34,7 @@ LINEAR = Costs(weights_s=0.004, row_s=0.001, fixed_s=0.002, draft_step_s=0.0006,
 PROCESSOR = Costs(weights_s=0.050, row_s=0.0013, fixed_s=0.004, draft_step_s=0.002, draft_row_s=0.0001)
 HEAVY_DRAFT = Costs(draft_step_s=0.003, draft_row_s=0.0001)
 FAST = Costs(weights_s=0.002, row_s=0.00002, fixed_s=0.0001, draft_step_s=0.0001, draft_row_s=0.0)
+SHORT = Costs(weights_s=0.0, row_s=0.00009, fixed_s=0.0006, draft_step_s=0.00016, draft_row_s=0.000003)
 DEAR = Costs(draft_step_s=0.02)
 STREAMS = [1, 2, 4, 8, 16, 32, 64]
 
@@ -306,6 +307,20 @@ def test_passes_between_two_plans_without_drafts_are_not_learned_from_one_by_one
     pair.run(1, 400, policy)
     assert len(learned) < 400 / 6
     assert policy._gates._gates["model-greedy"].meter._passes > before  # each represents all before it
+
+
+def test_passes_of_uneven_times_end_no_drafts_that_pay() -> None:
+    """Few plain passes are known while drafts go on: a plain pass that may be cheaper is no reason to stop."""
+
+    def pair(seed: int) -> SimulatedPair:
+        rng = np.random.default_rng(seed)
+        return SimulatedPair(lambda index, step: 0.85, SHORT, 0.4, request_tokens=128, prompt_tokens=60, rng=rng)
+
+    best, shares = max(pair(0).run(1, 1000, length) for length in (2, 3, 4)), []
+    for seed in range(16):
+        pair(seed).run(1, 200, policy := new_policy())
+        shares.append(pair(seed + 100).run(1, 400, policy) / best)
+    assert min(shares) > 0.91
 
 
 def test_a_pass_with_a_prompt_is_no_plain_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,13 +76,15 @@ def test_no_fixed_shape_is_five_percent_better(world: World, has_trees: bool, nu
 
 def test_luck_in_the_first_passes_of_a_shape_does_not_last() -> None:
     """A class that begins with trees, and whose first chains are unlucky, has chains after 200 passes."""
+    shares = []
     for seed in range(8):
         pair, policy = CHAINS.pair(), new_policy()
         pair.rng = np.random.default_rng(seed)
         pair.run(1, 200, policy)
         num_before = len(pair.num_trees)
         pair.run(1, 100, policy)
-        assert np.mean(pair.num_trees[num_before:]) < 0.5, seed
+        shares.append(np.mean(pair.num_trees[num_before:]))
+    assert np.mean(shares) < 0.15
 
 
 @pytest.mark.parametrize("num_streams", [1, 8, 32])
