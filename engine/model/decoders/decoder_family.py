@@ -29,7 +29,7 @@ _FUNCTIONS = _GATES | {  # of MLPs without gates
 }
 # Keys of configurations.
 _NORM_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps", "layer_norm_epsilon")
-_ACTIVATIONS = ("hidden_activation", "mlp_hidden_act", "hidden_act")
+_ACTIVATIONS = ("hidden_activation", "mlp_hidden_act", "hidden_act", "activation_function")
 # A layer's attributes: the norms before and after the attention, before and after the MLP.
 _BEFORE = ("input_layernorm", None, "post_attention_layernorm", None)
 _AROUND = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -105,7 +105,8 @@ class DecoderFamily:
         attention: a layer's attention.
         output: the attention's last product.
         mlp: the products of an MLP, gate, up and down; or two without gates. One with gate and up is named twice.
-        mlp_module: a layer's attribute of the MLP. A layer may lack any of attention, mixer and MLP.
+        mlp_module: a layer's attribute of the MLP, or "" if the layer itself has its products. A layer may lack any
+            of attention, mixer and MLP.
         mixers: a layer's attributes of a recurrent part in place of the attention, or next to it.
         rotary: the attribute of the rotary angles, or of several, each of its own theta; None without any.
         activation: the function in MLPs, where the configuration does not name it.
@@ -118,6 +119,9 @@ class DecoderFamily:
         routing: how experts are chosen; None where no kernel chooses so.
         angles: computes a rotary module's cosines and sines as Llama's are; None for a module that does.
         other_kinds: keys of the configuration; where one is set, layers have parts that no kernel computes.
+        layers: the attribute of the layers.
+        positions: the attribute of embeddings of positions, which are added to tokens' embeddings; None without any.
+        takes: false for the configuration of a model with other parts than these.
         wide_stream: a key of the configuration; where it is set, the residual stream is float32.
         multipliers: the factors of a model's parts.
         runs_anywhere: also on several ranks and on GPUs.
@@ -145,6 +149,9 @@ class DecoderFamily:
     routing: Routing | None = None
     angles: Callable[[Rotary, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     other_kinds: tuple[str, ...] = ()
+    layers: str = "layers"
+    positions: str | None = None
+    takes: Callable[[Any], bool] = _always
     wide_stream: str = ""
     multipliers: Callable[[Any], Multipliers] = _no_multipliers
     runs_anywhere: bool = False
@@ -174,7 +181,7 @@ class DecoderFamily:
         mixture = getattr(layer, "block_sparse_moe", None)
         if mixture is not None:
             return mixture, getattr(layer, "shared_mlp", None)
-        part = getattr(layer, self.mlp_module, None)
+        part = getattr(layer, self.mlp_module, None) if self.mlp_module else layer
         return part if hasattr(part, self.mlp[-1]) or hasattr(part, "experts") else None, None
 
     def has_wide_stream(self, config: Any) -> bool:
@@ -204,6 +211,16 @@ class DecoderFamily:
     def factor(self, config: Any, key: str) -> float:
         """Return a factor of the configuration; 1 where the family has no such key."""
         return float(getattr(config, key)) if key in self.factors else 1.0
+
+
+def _opt_takes(config: Any) -> bool:
+    """False for OPT-350m, whose norms follow the sums and whose embeddings have another size, and like models."""
+    is_usual = config.do_layer_norm_before and not config._remove_final_layer_norm
+    return is_usual and config.word_embed_proj_dim == config.hidden_size
+
+
+def _opt_multipliers(config: Any) -> Multipliers:
+    return Multipliers(scores=(config.hidden_size // config.num_attention_heads) ** -0.5)
 
 
 def _doubled(rotary: Rotary, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -245,6 +262,28 @@ _NEOX = replace(_LAYER_NORMS, output="dense", mlp=("dense_h_to_4h", "dense_4h_to
 _SIGMOIDS = Routing(Scores.SIGMOID, epsilon=1e-20)
 _MIXTRAL = DecoderFamily(routing=Routing())
 _DEEPSEEK = DecoderFamily(routing=_SIGMOIDS)
+_LEARNED = replace(  # positions
+    _LAYER_NORMS,
+    norms=("self_attn_layer_norm", None, "final_layer_norm", None),
+    output="out_proj",
+    mlp=("fc1", "fc2"),
+    mlp_module="",
+    rotary=None,
+    positions="embed_positions",
+    encodes_positions=_never,
+)
+_GPT2 = replace(
+    _LEARNED,
+    norms=("ln_1", None, "ln_2", None),
+    layers="h",
+    attention="attn",
+    output="c_proj",
+    mlp=("c_fc", "c_proj"),
+    mlp_module="mlp",
+    final_norm="ln_f",
+    positions="wpe",
+    other_kinds=("add_cross_attention",),
+)
 _LFM2 = DecoderFamily(
     ("operator_norm", None, "ffn_norm", None),
     output="out_proj",
@@ -312,6 +351,10 @@ _DENSE = {
     "exaone4": _EXAONE,
     "minicpm3": DecoderFamily(logit_factor=lambda config: 1 / config.logits_scaling),
     "youtu": _PLAIN,
+    "gpt2": _GPT2,
+    "gpt_bigcode": _GPT2,
+    "biogpt": replace(_LEARNED, final_norm="layer_norm"),
+    "opt": replace(_LEARNED, final_norm="final_layer_norm", takes=_opt_takes, multipliers=_opt_multipliers),
 }
 _MIXTURES = {
     "mixtral": _MIXTRAL,
@@ -406,9 +449,22 @@ def family_of(config: Any) -> DecoderFamily | None:
     family = FAMILIES.get(text.model_type)
     if family is None or (text is not config and config.model_type not in _OUTER):
         return None
-    if not family.function(text) or any(getattr(text, key, None) for key in family.other_kinds):
+    is_other = any(getattr(text, key, None) for key in family.other_kinds) or not family.takes(text)
+    if is_other or not family.function(text):
         return None
     return family
+
+
+def layers_of(model: Any) -> Any:
+    """Return a model's layers."""
+    family = FAMILIES.get(model.config.get_text_config().model_type)
+    return getattr(model.get_decoder(), "layers" if family is None else family.layers)
+
+
+def position_table(model: Any, family: DecoderFamily) -> Tensor | None:
+    """Return the embeddings of positions from 0 on, [positions, hidden]; None without any."""
+    module: Any = None if family.positions is None else getattr(model.get_decoder(), family.positions)
+    return None if module is None else module.weight[getattr(module, "offset", 0) :]
 
 
 def rotary_of(model: Any, family: DecoderFamily) -> Any:
@@ -456,7 +512,8 @@ def _scaled(rotary: Rotary, rope: Mapping[str, Any], like: Tensor, positions: Te
 def embedding_scale(model: Any, family: DecoderFamily) -> float:
     """Return the factor of embeddings."""
     config = model.config.get_text_config()
-    own = getattr(model.get_input_embeddings(), "scalar_embed_scale", None)
+    embeddings = model.get_input_embeddings()
+    own = getattr(embeddings, "scalar_embed_scale", getattr(embeddings, "embed_scale", None))
     if own is None and getattr(config, "mup_enabled", False):
         own = config.hidden_size**0.5
     return float(own) if own is not None else family.factor(config, "embedding_multiplier")
@@ -464,7 +521,7 @@ def embedding_scale(model: Any, family: DecoderFamily) -> float:
 
 def residual_scale(model: Any, family: DecoderFamily) -> float:
     """Return the factor of layers' outputs in the residual stream."""
-    own = getattr(model.get_decoder().layers[0], "residual_scale", None)
+    own = getattr(layers_of(model)[0], "residual_scale", None)
     return family.factor(model.config.get_text_config(), "residual_multiplier") if own is None else float(own)
 
 
@@ -473,6 +530,8 @@ def num_heads_of(config: Any) -> int:
     return int(getattr(config, "num_attention_heads", 0))
 
 
-def norm_epsilon(config: Any) -> float:
-    """Return the number added to the variance in the norms; OLMo's configuration has none."""
+def norm_epsilon(config: Any, norm: Any) -> float:
+    """Return the number added to the variance in the norms, as `norm`; OLMo's configuration has none."""
+    if isinstance(norm, nn.LayerNorm):
+        return norm.eps
     return next((float(value) for key in _NORM_EPSILONS if (value := getattr(config, key, None))), 1e-5)

@@ -25,8 +25,10 @@ from engine.model.attention_probe import LayerRecord, kv_layers_of
 from engine.model.decoders.decoder_family import (
     embedding_scale,
     family_of,
+    layers_of,
     norm_epsilon,
     num_heads_of,
+    position_table,
     residual_scale,
     rotaries,
     rotary_of,
@@ -103,9 +105,10 @@ class FusedDecoder:
         assert family is not None, "`fits` says so"
         self._family, self._gate, self._is_parallel = family, family.function(config), family.runs_parallel(config)
         self._vocab_size, self._num_heads = len(model.get_output_embeddings().weight), num_heads_of(config) // rank.size
-        self._epsilon, self._residual_scale = norm_epsilon(config), residual_scale(model, family)
-        self._embedding = rank.to_device(model.get_input_embeddings().weight)
         norm = getattr(trunk, family.final_norm)
+        self._epsilon, self._residual_scale = norm_epsilon(config, norm), residual_scale(model, family)
+        self._embedding = rank.to_device(model.get_input_embeddings().weight)
+        self._positions = position_table(model, family)
         self._final_norm = rank.to_device(family.norm_weight(norm, config.hidden_size))
         # Of rows; weights and embedding may have another.
         self._dtype: torch.dtype = rows_dtype(make_linear) or getattr(norm, "weight", self._embedding).dtype
@@ -130,7 +133,7 @@ class FusedDecoder:
         parts, state_layers = zip(records, kv_layers_of(records), strict=True), count()
         self._layers: list[DecoderLayer] = []
         self._starts: list[int] = []  # of the model's layers in ours: two where a recurrent part follows attention
-        for index, layer in enumerate(model.get_decoder().layers):
+        for index, layer in enumerate(layers_of(model)):
             self._starts.append(len(self._layers))
             attention, mixer = self._family.attention_of(layer), self._family.mixer_of(layer)
             if attention is not None:
@@ -172,6 +175,8 @@ class FusedDecoder:
         hidden = self._embedding.index_select(0, batch.input_ids).to(self._dtype)  # [T, hidden]
         if self._embedding_scale != 1.0:
             hidden *= torch.tensor(self._embedding_scale, dtype=self._dtype)  # rounded first, as in transformers
+        if self._positions is not None:
+            hidden += self._positions.index_select(0, batch.position_ids)
         if self._has_wide_stream:
             hidden = hidden.float()
         inputs = None if self._inputs is None else self._inputs.of(batch.input_ids, hidden)

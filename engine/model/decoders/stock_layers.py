@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
 
 from engine.model.attention_probe import LayerRecord
 from engine.model.checkpoint.unread_weight import joined_weights
-from engine.model.decoders.decoder_family import DecoderFamily, family_of, num_heads_of, tables_of
+from engine.model.decoders.decoder_family import DecoderFamily, family_of, layers_of, num_heads_of, tables_of
 from engine.model.decoders.latent import Latent, first_latents, has_latents, latent_of
 from engine.model.decoders.layer_inputs import LayerInputs
 from engine.model.decoders.mlp import ExpertsBeside, Mlp
@@ -25,13 +26,15 @@ from engine.model.linear.gated_linear import GatedProduct, JoinedGate, gated_of
 from engine.model.linear.native_mixture import NativeMixture, Products
 from engine.model.linear.native_product import Gate
 from engine.model.linear.packed_experts import make_routers_batch_invariant, pack_experts, widen_shared_gates
-from engine.model.linear.packed_linear import Linear, LinearFactory, keeps_numbers, linear_of, pack_linears
+from engine.model.linear.packed_linear import Linear, LinearFactory, keeps_numbers, linear_of, pack_linears, weight_of
 from engine.model.linear.stand_in import halves_of, joined_of, reordered, slices_of, stand_in
 from engine.model.linear.weight_store import OUTPUTS, WeightStore
 from engine.model.tensor_parallel import Rank
 from engine.recurrent.native_mixer import first_products, take_products
 
-_BY_HEADS = "query_key_value"  # one product: query, key and value of the first head, of the second, and so on
+# One product has queries, keys and values.
+_JOINED = ("query_key_value", "qkv_proj", "c_attn")
+_BY_HEADS = "query_key_value"  # of the first head, of the second, and so on
 _HEAD_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
 _SHARED = ("shared_expert", "shared_experts")  # attributes of a mixture: an MLP that all rows pass
 # Norms around an MLP next to experts, and around these.
@@ -81,7 +84,8 @@ class StockLayers:
         self._rotaries, self._rows, self._dtype = rotaries, rows, like.dtype
         self._is_deterministic, self._is_on_gpu = is_deterministic, like.is_cuda
         self._num_heads, self._hidden_size = num_heads_of(config) // rank.size, config.hidden_size
-        self._layers = model.get_decoder().layers
+        self._layers = layers_of(model)
+        _transpose(self._layers)
         self._multipliers = family.multipliers(config)
         attentions = (part for layer in self._layers if (part := family.attention_of(layer)) is not None)
         attention: Any = next(attentions, None)
@@ -227,14 +231,14 @@ class StockLayers:
         return LayerInputs(trunk, norm, projection, self._rows, self._dtype)
 
     def _qkv(self, index: int, attention: Any, record: LayerRecord) -> Linear:
-        order, joined = None, getattr(attention, _BY_HEADS, None)
+        order, joined = None, next((name for name in _JOINED if hasattr(attention, name)), None)
         if joined is not None:
-            inputs = [joined]
-            order = torch.arange(joined.out_features).view(-1, 3, record.shape.key_dim).transpose(0, 1).flatten()
+            inputs = [getattr(attention, joined)]
+            if joined == _BY_HEADS or not getattr(attention, "multi_query", True):
+                places = torch.arange(inputs[0].out_features).view(-1, 3, record.shape.key_dim)
+                order = places.transpose(0, 1).flatten()
         elif has_latents(attention):
             inputs, order = first_latents(attention, record.shape.key_dim)
-        elif hasattr(attention, "qkv_proj"):
-            inputs = [attention.qkv_proj]
         else:  # without own values keys are values too
             own = [attention.k_proj, attention.v_proj or attention.k_proj] if record.stores_kv else []
             inputs = [attention.q_proj, *own, *([attention.gate_proj] if hasattr(attention, "gate_proj") else [])]
@@ -407,6 +411,18 @@ class StockLayers:
         missing = -len(weight) % OUTPUTS
         padded = F.pad(weight, (0, 0, 0, missing)), None if bias is None else F.pad(bias, (0, missing))
         return make_linear(*padded)
+
+
+def _transpose(layers: nn.Module) -> None:
+    """Make GPT-2's layers, which store weights as [in, out], linear layers of the same numbers."""
+    for module in list(layers.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, Conv1D):
+                weight = weight_of(child)
+                assert weight is not None, "it is a plain layer"
+                linear = nn.Linear(child.nx, child.nf, device="meta")
+                linear.weight, linear.bias = nn.Parameter(weight, requires_grad=False), child.bias
+                setattr(module, name, linear)
 
 
 def _has_joined_gates(attention: Any, family: DecoderFamily) -> bool:

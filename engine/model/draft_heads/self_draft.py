@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from engine.config import HeadConfig, Quantization
 from engine.model.attention_probe import record_layers
-from engine.model.decoders.decoder_family import FAMILIES
+from engine.model.decoders.decoder_family import FAMILIES, layers_of
 from engine.model.decoders.fused_decoder import FusedDecoder
 from engine.model.decoders.stock_decoder import StockDecoder, first_layers
 from engine.model.forward_batch import ForwardBatch
@@ -66,7 +66,7 @@ class SelfDraft:
         num_layers, dtype = self.num_layers, self._dtype
         records = [each for each in record_layers(stock).layers if each.layer < num_layers]
         if num_layers < stock.config.get_text_config().num_hidden_layers:
-            del stock.get_decoder().layers[num_layers:]
+            del layers_of(stock)[num_layers:]
         factories = linear_factory(self.quantization, dtype), linear_factory(self.quantization, dtype, is_head=True)
         return packed_decoder(stock, records, factories, dtype, store=store)[0]
 

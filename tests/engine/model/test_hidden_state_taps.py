@@ -19,6 +19,7 @@ from protos.errors import ConfigError
 from tests.engine.fixtures.checkpoints import write_checkpoint
 from tests.engine.fixtures.families import SERVED, write_family
 from tests.engine.fixtures.heads.heads_fixtures import write_llama_with_mtp, write_medusa
+from tests.engine.model.test_more_families import small_config
 
 IDS = [3, 14, 15, 9, 26, 5, 35, 8, 9]
 OTHERS = [2, 71, 82, 8]
@@ -69,7 +70,7 @@ def test_taps_change_no_logit_and_a_model_without_them_keeps_no_features(tmp_pat
 
 
 def test_a_family_whose_layers_cannot_be_tapped_is_refused(tmp_path: Path) -> None:
-    stock = write_family(tmp_path, SERVED["gpt2"]())
+    stock = write_family(tmp_path, small_config("ctrl"))
     with pytest.raises(ConfigError, match="its layers cannot be tapped for a head"):
         PagedModel(stock, taps=HiddenStateTaps((1,)))
 

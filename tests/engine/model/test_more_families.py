@@ -87,6 +87,7 @@ VARIANTS: dict[str, Callable[[], PreTrainedConfig]] = {
     "cohere with norms of heads": lambda: CohereConfig(**PLAIN, use_qk_norm=True),
     "phi with norms of heads": lambda: PhiConfig(**PLAIN, qk_layernorm=True),
     "granite_swa of three thetas": lambda: small_config("granite_swa", layer_rope_theta=[1e4, 0, 100.0, 1e3]),
+    "gpt_bigcode with a key per query": lambda: small_config("gpt_bigcode", multi_query=False),
     "gpt_neox in turn": lambda: small_config("gpt_neox", use_parallel_residual=False),
     "stablelm in parallel": lambda: small_config("stablelm", use_parallel_residual=True),
 }
@@ -134,6 +135,11 @@ def test_logits_of_chunks_beside_another_sequence_are_the_stock_models(family: s
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_of_more_configurations_are_the_stock_models(variant: str) -> None:
     compare(random_model(VARIANTS[variant]()), FusedDecoder)
+
+
+def test_a_model_of_a_described_family_with_other_parts_goes_module_by_module() -> None:
+    """As OPT-350m, whose norms follow the sums."""
+    compare(random_model(small_config("opt", do_layer_norm_before=False)), StockDecoder)
 
 
 @pytest.mark.parametrize("family", ["gemma4_text", "cohere2"])

@@ -17,6 +17,7 @@ from transformers import (
     AriaTextConfig,
     AutoModelForCausalLM,
     AXK1Config,
+    BioGptConfig,
     Cohere2Config,
     Cohere2MoeConfig,
     CohereConfig,
@@ -36,6 +37,8 @@ from transformers import (
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GlmConfig,
+    GPT2Config,
+    GPTBigCodeConfig,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
@@ -60,6 +63,7 @@ from transformers import (
     Olmo3Config,
     OlmoConfig,
     OlmoeConfig,
+    OPTConfig,
     PersimmonConfig,
     Phi3Config,
     PhiConfig,
@@ -117,6 +121,7 @@ SIZES_OF_NEOX = {name: size for name, size in SIZES.items() if name not in ("hea
 SIZES_OF_NEOX |= {"hidden_size": 128, "num_attention_heads": 2, "rope_parameters": HALF_ROTATED}
 SCALED_QUERIES = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+GPT = {"vocab_size": 96, "n_embd": 128, "n_layer": 3, "n_head": 2, "n_positions": 512}
 LATENT = {name: size for name, size in SIZES.items() if name != "head_dim"}
 LATENT |= {"num_key_value_heads": 4, "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 16}
 LATENT |= {"qk_rope_head_dim": 32, "v_head_dim": 24}
@@ -238,6 +243,11 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         num_experts_per_tok=2,
         shared_intermediate_size=64,
     ),
+    "gpt2": GPT2Config(**GPT, scale_attn_by_inverse_layer_idx=True),
+    "gpt_bigcode": GPTBigCodeConfig(**GPT),
+    "gpt_bigcode_by_heads": GPTBigCodeConfig(**GPT, multi_query=False),
+    "biogpt": BioGptConfig(**SIZES_OF_NEOX),
+    "opt": OPTConfig(**SIZES_OF_NEOX, ffn_dim=96, word_embed_proj_dim=128),
     "minicpm3": MiniCPM3Config(**LATENT, rms_norm_eps=1e-2),
     "youtu": YoutuConfig(**LATENT),
     "youtu_plain": YoutuConfig(**LATENT | {"q_lora_rank": None}, rope_interleave=False),
@@ -260,6 +270,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 WITH_PARTS_OF_THEIR_OWN = ("gemma4_e2b", "gemma4_a4b", "gpt_neox", "gpt_neox_in_turn", "persimmon", "stablelm_parallel")
 WITH_PARTS_OF_THEIR_OWN += ("minicpm3", "youtu", "youtu_plain", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
 WITH_PARTS_OF_THEIR_OWN += ("glm4_moe_lite", "axk1", "granite_swa", "granitemoe_swa")
+WITH_PARTS_OF_THEIR_OWN += ("gpt2", "gpt_bigcode", "gpt_bigcode_by_heads", "biogpt", "opt")
 WITH_PARTS_OF_THEIR_OWN += ("nemotron", "apertus", "nanochat", "ministral3", "afmoe", "cohere_normed", "phi_normed")
 TEXT = torch.randint(3, 96, (240,), generator=torch.Generator().manual_seed(1)).tolist()
 FIRST_TABLE, SECOND_TABLE = list(range(20, 0, -1)), [21, 22]
@@ -275,7 +286,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PreTrainedMode
     found = {name: write_family(root / name, config) for name, config in CONFIGS.items()}
     for model in found.values():
         with torch.no_grad():
-            for layer in model.get_decoder().layers:
+            for layer in model.modules():
                 if hasattr(layer, "layer_scalar"):
                     layer.layer_scalar.fill_(0.75)
             for name, parameter in model.named_parameters():

@@ -17,6 +17,7 @@ from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, 
 from tests.engine.fixtures.checkpoints import write_checkpoint
 from tests.engine.fixtures.families import PLAIN, SERVED, WINDOW, write_family
 from tests.engine.fixtures.native_kernels import needs_float_kernels
+from tests.engine.model.test_more_families import small_config
 
 INT4 = HeadConfig(HeadKind.SELF, quantization=Quantization.INT4)
 DEMO = Path(__file__).parents[4] / "models" / "demo" / "target"
@@ -82,8 +83,8 @@ def test_families_without_our_layers_and_mixtures_draft_for_themselves(family: s
 
 
 def test_a_family_that_does_not_show_its_layers_is_told_to_draft_with_all(tmp_path: Path) -> None:
-    write_family(tmp_path, SERVED["gpt2"]())
-    with pytest.raises(ConfigError, match=r"draft\.num_layers is 1, but model type 'gpt2' .* remove it, and set"):
+    write_family(tmp_path, small_config("ctrl"))
+    with pytest.raises(ConfigError, match=r"draft\.num_layers is 1, but model type 'ctrl' .* remove it, and set"):
         engine_of(tmp_path, replace(INT4, num_layers=1))
 
 
