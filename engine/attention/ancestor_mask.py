@@ -1,10 +1,7 @@
-"""Ancestors of a draft tree's rows as one integer per row, which the Triton kernel reads in place of a mask.
+"""The keys that a row of a draft tree sees, in two forms: masks for torch, and bits for the Triton kernel.
 
-A span's `parents` are the one source of a tree's visibility. torch adds a mask to scores
-(`engine.attention.ancestor_mask`), the Triton kernel tests bits, and the kernels for processors read each node's path
-(`engine.batch.draft.path_to`): each reader has the form that it can use without building another.
-
-Masks of draft trees for torch: a row sees the keys before the tree, its ancestors, and itself.
+Both follow from a span's `parents`. (Kernels for processors read each node's path, `engine.batch.draft.path_to`.) A row
+sees the keys before the tree, its ancestors, and itself:
 
                 keys    ..., committed | a  b  c  d          a, b follow the committed tokens, c and d follow a
 row of c                 x   x       x | x     x

@@ -1,7 +1,7 @@
-"""Resident memory of a served model: its packed and unpacked weights, without pages of the checkpoint.
+"""Removes the checkpoint's pages from a served model's memory.
 
-On a processor transformers' tensors are views of a mapped file. One remaining tensor keeps the whole file mapped, and
-each page that was read stays resident until it is dropped.
+On a processor, transformers' tensors are views of a mapped file. One such tensor keeps the whole file mapped, and every
+page that was read stays resident until it is dropped.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def leave_checkpoint(
     keeps_embeddings: bool = False,
     store: WeightStore = NO_STORE,
 ) -> None:
-    """Copy every tensor that packing with `make_linear` leaves unpacked out of the files, one by one, in place.
+    """Replace the tensors that `make_linear` will not pack by copies in memory, one by one.
 
-    The copies have `dtype`; None for their own. With `keeps_embeddings`, plain embeddings keep their own. The files
+    Copies have `dtype`; None keeps each tensor's own. With `keeps_embeddings`, plain embeddings keep theirs. The files
     are unmapped when the last linear layer is packed. Modules that share a parameter (a tied embedding) share its copy.
-    `store` may keep the copies of large ones.
+    `store` may keep large copies.
     """
     copied = packed_parameters(model, make_linear)
     read: dict[Tensor, nn.Parameter] = {}

@@ -1,4 +1,4 @@
-"""Recurrent layers between their two products: what kernels need to know of them, and the forward around a kernel.
+"""Recurrent layers between their two products: descriptions for kernels, and the forward around a kernel.
 
 transformers' modules compute some forty short operations there. A mixer of a known class keeps its module, parameters
 and packed products, and gets another forward; without states it is the module's own. So the agreement check compares
@@ -156,7 +156,7 @@ def mixer_forms(model: nn.Module) -> Iterator[tuple[nn.Module, MixerForm]]:
 
 
 def qwen3_next_orders(module: Any) -> list[Tensor]:
-    """Return the places of inputs and gates in Qwen3-Next's first product, and of steps and betas in its second."""
+    """Return the order of inputs and gates in Qwen3-Next's first product, and of steps and betas in its second."""
     places = (torch.arange(size)[None, None] for size in (module.conv_dim + module.value_dim, 2 * module.num_v_heads))
     query, key, value, gates, betas, steps = module.fix_query_key_value_ordering(*places)
     return [torch.cat([each.flatten() for each in parts]) for parts in ((query, key, value, gates), (steps, betas))]

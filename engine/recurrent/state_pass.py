@@ -1,7 +1,7 @@
-"""The states of recurrent layers in one forward batch: each span starts from its state and leaves those it must.
+"""The states of recurrent layers in one forward batch. A span starts from one state and writes later ones to slots.
 
-A row's result depends on the state before it alone, since every row is computed by the same operations in the same
-order: in a chunk of any length, as a draft or alone. So neither chunks nor drafts change a bit of a state.
+Every row is computed by the same operations in the same order, in a chunk of any length, as a draft or alone. So a
+row's result depends only on the state before it, and neither chunks nor drafts change a bit of a state.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from engine.sequence.sequence import ZEROS
 
 
 def scan_slots_of(states: Seq[SpanStates], starts: Seq[int], ends: Seq[int]) -> list[Tensor]:
-    """Return for a pass's kernel: the slot before each span, its last row, and the slot after each row or -1."""
+    """Return for the kernel: the slot before each span, the end of its rows, and the slot after each row or -1."""
     after = [-1] * ends[-1]
     for each, start in zip(states, starts, strict=True):
         for rows, slot in each.after.items():
@@ -43,7 +43,7 @@ class RowSlots(NamedTuple):
 
 
 def slot_arrays(states: Seq[SpanStates], starts: Seq[int], ends: Seq[int]) -> tuple[NDArray[np.int64], ...]:
-    """Return `spans` and `rows` of a pass's `RowSlots`; of rows that leave their states in one slot, the last does."""
+    """Return `spans` and `rows` of a pass's `RowSlots`. If several rows write to one slot, only the last one does."""
     rows = np.full((ends[-1], 3), -1, np.int64)
     for each, start, end in zip(states, starts, ends, strict=True):
         rows[start:end, 0], rows[start:end, 1] = np.arange(end - start), each.before
@@ -94,7 +94,7 @@ class PooledStates:
 
     @cached_property
     def states(self) -> list[SpanStates]:
-        """The slots of each span; a head's spans have no slots, and nothing asks for them."""
+        """The slots of each span; unused for a head's spans, which have none."""
         return [_states_of(span) for span in self._spans]
 
     @cached_property
@@ -119,7 +119,7 @@ class PooledStates:
 
 
 class StaticStates(PooledStates):
-    """The states of passes of one shape, whose slots are refilled; only layers that read `row_slots` can use it."""
+    """States of recorded passes of one shape: `fill` replaces the slots. Only layers that read `row_slots` use it."""
 
     def __init__(self, pool: StatePool, num_spans: int, num_rows: int) -> None:
         """`num_spans` is the most of a pass; all have `num_rows`."""

@@ -1,13 +1,13 @@
-"""Batch-invariant linear functions: a row has the same bits, however many rows the function is called with.
+"""Batch-invariant linear functions: a row's result has the same bits with any number of other rows.
 
-Matrix kernels choose the order of their sums by the number of rows, so the same row has other roundings in a pass of
-one row than in a pass of forty: in bfloat16 that changes tokens. Here rows are computed in tiles of a few heights,
-and only in such heights as were seen, at start, to give each row the bits that the others give it:
+Matrix kernels order their sums by the number of rows. So a row is rounded differently in a pass of one row and in a
+pass of forty, and in bfloat16 that changes tokens. Here rows are computed in tiles of a few heights. A trial at start
+keeps the heights that all give a row the same bits:
 
     13 rows, heights 2 4 8        8 rows | 4 rows | 1 row and another one that pads it to 2
 
-A kernel's order of sums follows from its input shapes, so a trial with enough random numbers distinguishes heights: two
-orders often give a single number the same bits.
+The input shapes decide a kernel's order of sums. Two orders often give one number the same bits, so a trial compares
+many random numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NUM_COMPARED = 256  # numbers of a height's trial, or all that `_HEIGHTS[-1]` r
 
 
 def batch_invariant_factory(make_linear: LinearFactory, dtype: torch.dtype | None = None) -> LinearFactory:
-    """`make_linear`, whose products are made batch-invariant."""
+    """Return `make_linear` with batch-invariant products."""
 
     def make_batch_invariant(weight: Tensor, bias: Tensor | None) -> Linear:
         return batch_invariant(make_linear(weight, bias), weight.shape[1], dtype or weight.dtype)
@@ -37,12 +37,10 @@ def batch_invariant_factory(make_linear: LinearFactory, dtype: torch.dtype | Non
 
 
 def batch_invariant(function: Linear, num_inputs: int, dtype: torch.dtype) -> Linear:
-    """`function` of rows [..., num_inputs]; a row's result does not depend on other rows.
-
-    Our own kernels give it anyway.
+    """Make `function` of rows [..., num_inputs] batch-invariant; our own kernels already are.
 
     Raises:
-        ConfigError: the result of a row depends on its place among the others, so that no height will do.
+        ConfigError: a row's result depends on its place among the others, at every height.
     """
     if getattr(function, "is_batch_invariant", False):
         return function
@@ -60,10 +58,10 @@ def batch_invariant(function: Linear, num_inputs: int, dtype: torch.dtype) -> Li
 def batch_invariant_router(
     router: Callable[..., tuple[Tensor, ...]], num_inputs: int, num_experts: int, dtype: torch.dtype
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """`router` of rows [..., num_inputs], which returns tensors [rows, ...]; a row's do not depend on other rows.
+    """Make `router` of rows [..., num_inputs] batch-invariant; it returns tensors [rows, ...].
 
-    Some routers take numbers [num_experts] after the rows. torch computes the last numbers of a tensor that fill no
-    vector with another exp; heights leave no such rest.
+    Some routers take numbers [num_experts] after the rows. torch has another exp for the numbers that do not fill a
+    vector, so the heights leave no such rest.
 
     Raises:
         ConfigError: as in `batch_invariant`.
@@ -88,10 +86,10 @@ def batch_invariant_router(
 def batch_invariant_heights(
     function: Linear, num_inputs: int, dtype: torch.dtype, heights: Seq[int] = _HEIGHTS
 ) -> tuple[int, ...]:
-    """Those of some ascending heights whose rows have the same bits as in the base height."""
+    """Return the ascending heights that give rows the same bits as the base height."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(heights[-1], num_inputs, generator=generator).to(dtype)
-    # The others are held to this one: fewer rows are common and must not cost much padding.
+    # The base height. Passes with fewer rows are common and must not cost much padding.
     base_height = max(8, heights[0])
     expected = torch.cat([function(tile) for tile in torch.split(rows, base_height)])
     num_rows = -(-_NUM_COMPARED // expected.shape[1])
@@ -114,7 +112,7 @@ def _is_batch_invariant(function: Linear, rows: Tensor, expected: Tensor, height
 
 
 def _cut(rows: Tensor, heights: Seq[int]) -> list[tuple[Tensor, int]]:
-    """`rows` as tiles, each with the height that it is computed in: the largest that is full, one for the rest."""
+    """Cut `rows` into tiles with their heights: the largest full ones, then one for the rest."""
     cut: list[tuple[Tensor, int]] = []
     start = 0
     while start < len(rows) or not cut:

@@ -1,8 +1,8 @@
-"""Memory for packed weights: side by side in pages of 2 MiB, where the system has such.
+"""Memory for packed weights in pages of 2 MiB, if the system has them.
 
-A pass reads every weight once. In pages of 4 KiB every 64 cache lines need another entry of the page
-table, which a virtual machine translates twice: two cores of such a Xeon read 25 GB/s of them, and 35 GB/s of
-large pages (docs/benchmarks.md). A matrix of a small model is less than a page, so matrices share them.
+A pass reads every weight once. With pages of 4 KiB, every 64 cache lines need another entry of the page table, which a
+virtual machine translates twice: two cores of a Xeon read 25 GB/s, and 35 GB/s with large pages (docs/benchmarks.md).
+Small matrices share a page.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _lock = threading.Lock()
 
 
 def in_large_pages(weight: Tensor) -> Tensor:
-    """Return a copy of a contiguous weight in main memory, at the begin of a line of the cache."""
+    """Return a copy of a contiguous weight in main memory, aligned to a cache line."""
     return empty_in_large_pages(weight.shape, weight.dtype).copy_(weight)
 
 
 def empty_in_large_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return an uninitialized tensor in main memory, at the begin of a line of the cache."""
+    """Return an uninitialized tensor in main memory, aligned to a cache line."""
     num_bytes = math.prod(shape) * dtype.itemsize
     memory = _take(-(-num_bytes // LINE_BYTES) * LINE_BYTES)
     return memory[:num_bytes].view(dtype).view(shape)

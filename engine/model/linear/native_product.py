@@ -1,7 +1,7 @@
 """Products by a bfloat16 weight that is read once, at the speed of memory: `engine/native/products/*_products.c`.
 
-A step of few rows is limited by the reading of the weights, which oneDNN does at 0.5 to 0.7 of the rate of this kernel
-(docs/benchmarks.md). Every row has the same bits in whatever company it comes, so deterministic models pay nothing.
+Reading the weights limits a step of few rows, and oneDNN reads at 0.5 to 0.7 of this kernel's rate
+(docs/benchmarks.md). A row's bits do not depend on other rows, so deterministic models use the same kernel.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Packed weights in a file of the user's cache, which later starts map: processes of one node share its pages.
+"""Packed weights in a file of the user's cache. Later starts map it, and processes of one node share its pages.
 
-An entry is a folder named by everything that packed weights follow from: the checkpoint's bytes, the settings, our
-kernels and code. Its file has the arrays, then an index of them as JSON, which names the same, and the digest of each
-array. A file that is not whole, or of anything else, is made again. Arrays are mapped as they are written, so that
-memory holds one product at a time.
+An entry is a folder. Its name is a digest of the checkpoint, the settings, and our kernels and code. Its file has the
+arrays, then an index in JSON with the same facts and each array's digest. A damaged or foreign file is made again.
+Arrays are mapped as they are written, so memory holds one product at a time.
 """
 
 from __future__ import annotations
@@ -43,15 +42,14 @@ _UNUSABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeEr
 
 @contextmanager
 def packed_weights(facts: dict[str, str], model: str, *, repeats_checks: bool = False) -> Iterator[WeightStore]:
-    """Yield the store of the weights that follow from `facts`; if no error comes, new products are kept.
+    """Yield the store of the weights with these `facts`; without an error, new products are kept.
 
-    One process at a time makes an entry, and others wait for it. Where the folder or its disk cannot be used, nothing
-    is kept.
+    One process at a time makes an entry, and others wait. If the folder or its disk cannot be used, nothing is kept.
 
     Args:
-        facts: everything that packed weights depend on, `quantization` among it.
+        facts: everything that packed weights depend on, with `quantization`.
         model: a name for the operator.
-        repeats_checks: the store is not `is_checked`, whatever earlier starts did.
+        repeats_checks: ignore the checks of earlier starts.
     """
     if not max_bytes():
         yield NO_STORE
@@ -80,7 +78,7 @@ def _opened(entry: Path, facts: dict[str, str], model: str) -> _FileStore:
     if (kept := _read_kept(entry, facts)) is not None:
         return _FileStore(entry, kept)
     lock = _locked(entry)
-    kept = _read_kept(entry, facts)  # of another process, which was waited for
+    kept = _read_kept(entry, facts)  # another process may have made it
     if kept is None:
         return _FileStore(entry, {}, _Writer(entry, facts, lock))
     lock.close()
@@ -100,7 +98,7 @@ def _private_folder(entry: Path) -> None:
 
 
 def _locked(entry: Path) -> BinaryIO:
-    """Return the entry's locked file, which unlocks when it is closed; raises OSError after a long wait."""
+    """Return the entry's lock file, locked until it is closed; raises OSError after half an hour."""
     lock = open(os.open(entry / "lock", os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0)  # noqa: SIM115 -- kept open
     began_s = time.monotonic()
     while True:
@@ -123,7 +121,7 @@ def _write_private(file: Path, contents: bytes) -> None:
 
 
 class _FileStore(WeightStore):
-    """One entry of the cache, mapped or in the making."""
+    """One entry of the cache: mapped, or being written."""
 
     def __init__(self, entry: Path, kept: dict[str, Any], writer: _Writer | None = None) -> None:
         self._notes, self._kept, self._writer = entry / "agreed", kept, writer
@@ -166,14 +164,14 @@ class _FileStore(WeightStore):
             self._writer = None
 
     def close(self) -> None:
-        """Finish the file in a thread of its own: a disk may take longer to write than the model to start."""
+        """Finish the file in a thread, since a slow disk must not delay the start."""
         if self._writer is not None:
             threading.Thread(target=self._writer.finish, name="packed-weights").start()
             self._writer = None
 
 
 class _Writer:
-    """Writes a file under another name, mapping each product."""
+    """Writes a file under a temporary name, and maps each product."""
 
     def __init__(self, entry: Path, facts: dict[str, str], lock: BinaryIO) -> None:
         self._entry, self._facts, self._lock = entry, facts, lock
@@ -296,7 +294,7 @@ class _Mapping:
 
 
 def _is_whole(file: Path, header: dict[str, Any]) -> bool:
-    """True if the array has its digest; it is read past the mapping, whose pages stay out of this process's memory."""
+    """True if the array has its digest. It reads the file itself, so the mapping's pages stay out of memory."""
     begin, end = _extent(header)
     digest, buffer = hashlib.sha256(), memoryview(bytearray(1 << 20))
     with file.open("rb", buffering=0) as stream:
@@ -313,7 +311,7 @@ def _extent(header: dict[str, Any]) -> tuple[int, int]:
 
 
 def _read_kept(entry: Path, facts: dict[str, str]) -> dict[str, Any] | None:
-    """Return the products of an entry's file; None without a file, or one that is to be made again."""
+    """Return the products of an entry's file; None if there is no usable file."""
     file = entry / "weights"
     try:
         return _checked(file, facts)

@@ -29,12 +29,12 @@ _MIN_FLOAT32_ELEMENTS = 1 << 20  # smaller float32 weights are as fast in MKL, a
 
 
 def can_pack(weight: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """True if multiplying rows of `dtype` (the weight's if None) by a packed `weight` gains time here."""
+    """True if a packed `weight` is faster on this processor, for rows of `dtype` (the weight's if None)."""
     return NativeProduct.fits(weight, dtype) or can_reorder(weight, dtype)
 
 
 def can_reorder(weight: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """True if oneDNN, which reorders the weight, gains time in this build of torch."""
+    """True if this build of torch is faster with a weight that oneDNN has reordered."""
     dtype = dtype or weight.dtype
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
@@ -60,7 +60,7 @@ def plain_factory(dtype: torch.dtype) -> LinearFactory:
 
 
 def keeps_numbers(make_linear: LinearFactory) -> bool:
-    """True if `make_linear` is `linear_of`, which changes no number: a layer may stay if packing gains nothing."""
+    """True if `make_linear` rounds no weight, so that a layer may stay unpacked."""
     return getattr(make_linear, "func", make_linear) is linear_of
 
 
@@ -102,14 +102,13 @@ def pack_linears(
     store: WeightStore = NO_STORE,
     prefix: str = "",
 ) -> int:
-    """Replace every linear layer of `model` that gains by a packed one, in place; returns how many.
+    """Pack the linear layers of `model` that get faster, in place, and return their number.
 
-    Any `make_linear` but the default changes the numbers, and so takes all layers whether they gain or not. `make_head`
-    packs the layer that yields the logits; it defaults to `make_linear`. `store` may keep the products, by names that
-    begin with `prefix`.
+    A `make_linear` that rounds weights packs all layers. `make_head` packs the layer that yields the logits; it
+    defaults to `make_linear`. `store` may keep the products, under names that begin with `prefix`.
 
-    Each original weight is freed as soon as it is packed unless another module holds it too (a tied embedding), so the
-    model needs at most one layer's memory more than before.
+    A weight is freed once it is packed, unless another module shares it (a tied embedding). So the model needs at most
+    one layer's memory more than before.
     """
     num_packed = 0
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
@@ -123,7 +122,7 @@ def pack_linears(
 
 
 def gains(module: nn.Module, make_linear: LinearFactory = linear_of) -> TypeGuard[nn.Linear | Conv1D]:
-    """True if `pack_linears` replaces `module`: a plain linear layer, for a subclass may compute something else."""
+    """True if `pack_linears` replaces `module`, a plain linear layer."""
     weight = weight_of(module)
     return weight is not None and (not keeps_numbers(make_linear) or can_pack(weight, rows_dtype(make_linear)))
 

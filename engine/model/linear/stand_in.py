@@ -1,7 +1,4 @@
-"""Lets stock linear layers multiply by packed weights.
-
-The stock model that a paged one is compared with then needs no weights of its own.
-"""
+"""Lets the stock model's linear layers multiply by packed weights, so that the check needs no second copy of them."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from engine.model.linear.packed_linear import Linear
 def stand_in(
     layers: Mapping[nn.Linear, Linear], dtype: torch.dtype, *, is_exact: bool, is_checked: bool = False
 ) -> None:
-    """Have each layer compute by its function of rows of `dtype`, and free its weight.
+    """Replace each layer's forward by a function of rows of `dtype`, and free its weight.
 
     Args:
         layers: the function of each layer.

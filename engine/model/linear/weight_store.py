@@ -1,6 +1,6 @@
-"""Packed products by name: made from a model's weights, or taken from where an earlier start kept them.
+"""Stores packed products by name, so that a later start need not make them again.
 
-What is kept is a `Storable`, a tensor, or a tuple of these: any module that packs weights can offer its own.
+A store keeps tensors, `Storable` products and tuples of them.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ def parts_of(weight: Tensor) -> tuple[Tensor, ...]:
 
 
 def converted(convert: Callable[[Tensor], T], weight: Tensor) -> Iterator[T]:
-    """Yield `convert` of each part of `weight` in order; as many parts as torch has threads are computed at a time.
+    """Yield `convert` of each part of `weight`, in order. Each of torch's threads converts a part of its own.
 
-    One thread computes a part: several would spend more on waiting for each other than a part takes, above all where
-    other processes want the cores.
+    Several threads on one part would wait for each other longer than the part takes.
     """
     num_threads, parts = torch.get_num_threads(), parts_of(weight)
     torch.set_num_threads(1)
@@ -60,45 +59,45 @@ T = TypeVar("T")
 
 
 class Storable:
-    """A product that consists of its attributes: tensors, numbers, texts, dtypes, other storables, tuples of them."""
+    """A product whose attributes can be stored: tensors, numbers, strings, dtypes, storables, and tuples of them."""
 
     @classmethod
     def of(cls, attributes: dict[str, Any]) -> Self:
-        """Return the product whose `vars` are `attributes`."""
+        """Return a product with these attributes."""
         product = cls.__new__(cls)
         vars(product).update(attributes)
         return product
 
 
 class WeightStore:
-    """Keeps nothing: every product is made.
+    """A store that keeps nothing.
 
     Attributes:
-        is_checked: an earlier start found all weights finite, and compared all products with them.
+        is_checked: an earlier start has checked that all weights are finite and all products are right.
     """
 
     is_checked = False
 
     def product(self, name: str, make: Callable[[], T]) -> T:
-        """Return the product of this name: it is kept, or `make` returns it and it will be."""
+        """Return the stored product of this name, or make and store it."""
         return make()
 
     def has_agreed(self, note: str) -> bool:
-        """True if an earlier start found that the model agrees with its stock one, in the circumstances of `note`."""
+        """True if the model agreed with its stock model at an earlier start, under the conditions in `note`."""
         return False
 
     def agree(self, note: str) -> None:
-        """Remember that it does; `note` is a line of text."""
+        """Remember that the model agreed; `note` is one line."""
 
 
 NO_STORE = WeightStore()
 
 
 def encoded(value: Any, keep: Callable[[Tensor], int]) -> Any:
-    """Return a storable value as JSON's types; `keep` takes each tensor and returns its number.
+    """Return a storable value in JSON's types; `keep` stores a tensor and returns its number.
 
     Raises:
-        TypeError: something in it cannot be stored.
+        TypeError: a part of it cannot be stored.
     """
     match value:
         case Tensor():
