@@ -15,6 +15,7 @@ from actors.process.actor_thread import without_compiler
 from actors.process.frames import FrameListener
 from actors.settings import DraftSettings, PairSettings
 from actors.shell_messages import DraftChannelStats
+from engine.kv_cache.state_pool import check_draft, check_target, num_states
 from engine.model.checkpoint.completeness import refuse_not_finite
 from engine.model.cuda_graphs.buckets import sized
 from engine.model.loader import load_config
@@ -25,7 +26,6 @@ from engine.proposer.draft_model.loader import TextProposer, load_drafter
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.proposer.vocab_mapping.choice import choose_vocabulary
 from engine.proposer.vocab_mapping.translation import SameVocabulary
-from engine.recurrent.limits import check_draft, check_target, num_states
 from protos.errors import ConfigError, RequestError
 
 

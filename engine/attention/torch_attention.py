@@ -33,7 +33,7 @@ _pass: ContextVar[AttentionPass | None] = ContextVar("attention_pass", default=N
 
 @contextmanager
 def attending(attention: AttentionPass) -> Iterator[None]:
-    """Within it, the layers of this thread's forward attend by `attention`."""
+    """In this block, the layers of this thread's forward use `attention`."""
     token = _pass.set(attention)
     try:
         yield

@@ -74,8 +74,8 @@ class Span(NamedTuple):
         num_later = len(self.token_ids) - 1 - step
         parents = self.parents[: max(0, len(self.parents) - num_later)]
         states = None if self.states is None else self.states.at_row(step)
-        token_ids = self.token_ids[step : step + 1]
-        return self._replace(token_ids=token_ids, start=self.start + step, parents=parents, states=states)
+        token_ids, num_logits = self.token_ids[step : step + 1], int(num_later < self.num_logits)
+        return Span(token_ids, self.start + step, self.block_table, num_logits, parents, states)
 
     def with_logits(self) -> Span:
         """Return the span of the rows with logits alone; the KV of the others is in the pool."""

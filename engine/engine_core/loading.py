@@ -12,7 +12,7 @@ from engine.approximate.steps import step_speculation
 from engine.config import EngineConfig
 from engine.engine_core.core import EngineCore, Speculation
 from engine.kv_cache.block_manager import BlockManager, CacheDeltaSink
-from engine.kv_cache.state_pool import StateSlots
+from engine.kv_cache.state_pool import StateSlots, check_target, num_states
 from engine.model.cuda_graphs.buckets import sized
 from engine.model.loader import model_version, tokenizer_file
 from engine.model.runner.model_runner import ModelRunner
@@ -22,7 +22,6 @@ from engine.position_log.shard import LoggedModel
 from engine.proposer import NoProposer, Proposer
 from engine.proposer.hidden_state.factory import LiveHead, self_proposer
 from engine.proposer.method_dispatcher import proposer_of
-from engine.recurrent.limits import check_target, num_states
 from engine.remote_prefill.kv_transfer import KVTransport
 from engine.remote_prefill.remote_prefill import RemotePrefill
 from engine.sampling.grammar_compiler import GrammarCompiler

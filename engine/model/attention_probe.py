@@ -72,9 +72,9 @@ class RecordingPass:
 
 
 class _Masks:
-    """The masks that a family makes in a forward, as functions of a query's place and a key's place.
+    """Collects the mask functions of a family, which take a query's place and a key's place.
 
-    A layer gets a tensor filled with its mask's number.
+    In place of a mask, a layer gets a tensor filled with its function's number.
     """
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ def _window(visible: Callable[..., Tensor], length: int) -> int | None:
 
 @contextmanager
 def hollow(model: nn.Module) -> Iterator[None]:
-    """Within it, plain linear layers and experts return zeros and read no weight."""
+    """In this block, plain linear layers and experts return zeros and read no weight."""
     layers = [module for module in model.modules() if weight_of(module) is not None]
     experts = [module for _, module in experts_of(model)]
     for layer in layers:
@@ -231,7 +231,7 @@ def _number(model: PreTrainedModel, kv_layers: Mapping[int, int]) -> None:
 
 @contextmanager
 def stock_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Within it, a model with our attention has transformers' own."""
+    """In this block, a model with our attention uses transformers' own."""
     model.set_attn_implementation("eager")
     try:
         yield
@@ -266,7 +266,7 @@ def set_windows(model: PreTrainedModel, records: Iterable[LayerRecord]) -> None:
 
 @contextmanager
 def understood(model: PreTrainedModel) -> Iterator[None]:
-    """Turn what transformers' modules raise in an unknown use into a refusal."""
+    """Turn errors of transformers' modules into a refusal of the family."""
     try:
         yield
     except UnsupportedAttentionError as error:

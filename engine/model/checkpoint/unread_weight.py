@@ -1,7 +1,7 @@
-"""Weights that stay in a checkpoint's files: every use reads their numbers, and nothing keeps them.
+"""Weights that stay in a checkpoint's files and are read at every use.
 
-transformers loads a model with them as with tensors, so that memory holds one weight at a time: it is read, packed and
-forgotten. The numbers come from the files, dequantized where they have few bits.
+transformers loads them like tensors. So memory holds one weight at a time, which is read, packed and freed. Weights of
+few bits are dequantized when they are read.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _is_storing: ContextVar[bool] = ContextVar("is_storing", default=False)
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """Numbers [out, in] of few bits, whole ones or float8; a weight is (number - zero) * scale + base.
+    """Numbers [out, in], integers of few bits or float8; a weight is (number - zero) * scale + base.
 
-    `scales`, `bases` and `zeros` are [rows of scales, groups]: for groups of inputs and for `row_step` outputs. Without
-    bases or zeros these are 0. `num_bits` hold the numbers of weights that we round.
+    `scales`, `bases` and `zeros` are [rows of scales, groups], each for a group of inputs and `row_step` outputs. None
+    is 0. `num_bits` is the width of the numbers of weights that we round.
     """
 
     numbers: Tensor
@@ -49,14 +49,14 @@ class QuantizedWeight:
         return self.numbers.shape[1] // self.scales.shape[1]
 
     def dequantized(self) -> Tensor:
-        """The weight that this one encodes, [out, in] float32."""
+        """Return the plain weight, [out, in] float32."""
         groups: Tensor = self.numbers.float().unflatten(1, (self.scales.shape[1], -1))
         groups = groups if self.zeros is None else groups - self._spread(self.zeros)
         groups = groups * self._spread(self.scales)
         return (groups if self.bases is None else groups + self._spread(self.bases)).flatten(1)
 
     def to(self, device: torch.device) -> QuantizedWeight:
-        """Return it on a device."""
+        """Return a copy on a device."""
         parts = {each.name: getattr(self, each.name) for each in fields(self)}
         tensors: dict[str, Any] = {name: part.to(device) for name, part in parts.items() if isinstance(part, Tensor)}
         return replace(self, **tensors)
@@ -69,7 +69,7 @@ class QuantizedWeight:
         return replace(self, **parts)
 
     def by_rows(self) -> QuantizedWeight:
-        """Return it with scales for each output."""
+        """Return an equal weight with scales for each output."""
         if self.row_step == 1:
             return self
         names, rows = ("scales", "bases", "zeros"), torch.arange(len(self.numbers), device=self.scales.device)
@@ -82,7 +82,7 @@ class QuantizedWeight:
 
 
 def joined_quantized(parts: Seq[QuantizedWeight]) -> QuantizedWeight | None:
-    """Return weights with the same inputs as one; None if they are not stored alike."""
+    """Concatenate the outputs of weights; None if they are stored in different forms."""
     step = parts[0].row_step
     if any(part.row_step != step or len(part.numbers) % step for part in parts):
         parts = [part.by_rows() for part in parts]
@@ -104,7 +104,7 @@ def joined_quantized(parts: Seq[QuantizedWeight]) -> QuantizedWeight | None:
 
 
 class UnreadWeight(Tensor):
-    """A tensor that has a shape and a dtype; operations get the numbers that a function reads."""
+    """A tensor with a shape and a dtype whose numbers are read for each operation."""
 
     _numbers: Callable[[], Tensor]
     _source: tuple[str, str]  # the weight's name and the checkpoint
@@ -125,9 +125,9 @@ class UnreadWeight(Tensor):
         stored: Callable[[], QuantizedWeight | None] | None = None,
         device: torch.device | None = None,
     ) -> UnreadWeight:
-        """Stand for what `numbers` returns, of this shape and dtype on `device`.
+        """Wrap `numbers`, which returns a tensor of this shape and dtype; the weight reports `device`.
 
-        `source` is its name and the checkpoint's. `stored`, if given, returns the numbers as they are stored.
+        `source` is the weight's name and the checkpoint's. `stored`, if given, returns the quantized weight.
         """
         weight = Tensor._make_wrapper_subclass(cls, shape, strides, dtype=dtype, device=device or torch.device("cpu"))
         weight._numbers, weight._source, weight._stored_dtype = numbers, source, dtype
@@ -147,7 +147,7 @@ class UnreadWeight(Tensor):
         return numbers
 
     def quantized(self) -> QuantizedWeight | None:
-        """Return the weight as it is stored, if it has few bits and a kernel takes them (`on`).
+        """Return the quantized weight if it is stored in few bits and a kernel takes these (`on`).
 
         Raises:
             ConfigError: a scale or a float8 is NaN or infinite.
@@ -162,11 +162,11 @@ class UnreadWeight(Tensor):
 
     @property
     def has_form(self) -> bool:
-        """True if the files have it in few bits, in a form that `quantized` returns."""
+        """True if the files store it in few bits that `quantized` can return."""
         return self._stored is not None
 
     def on(self, device: torch.device) -> UnreadWeight:
-        """Return the weight for the kernels of a device, which take few bits as they are stored."""
+        """Return the weight for kernels on a device, which read its few bits."""
         weight = self._copy(self.dtype, self._stored_dtype, device)
         weight._keeps_form = True
         return weight
@@ -204,7 +204,7 @@ def _changes_dtype_only(weight: Tensor, keywords: dict[str, Any]) -> bool:
 
 
 def joined_weights(weights: Seq[Tensor]) -> Tensor:
-    """Return weights [out, in] one after the other; those that keep their form stay unread, if they have one form."""
+    """Concatenate weights [out, in]. If all are unread and for kernels of few bits, the result is unread too."""
     unread = [weight for weight in weights if isinstance(weight, UnreadWeight) and weight._keeps_form]
     if len(unread) < len(weights) or len(weights) == 1:
         return weights[0] if len(weights) == 1 else torch.cat(list(weights))
@@ -270,18 +270,18 @@ def replace_unread(model: nn.Module, function: Callable[[UnreadWeight], Tensor])
 
 
 def keeps_form(weight: Tensor) -> bool:
-    """True for an unread weight that kernels take as it is stored (`UnreadWeight.on`)."""
+    """True for an unread weight for kernels of few bits (`UnreadWeight.on`)."""
     return isinstance(weight, UnreadWeight) and weight._keeps_form
 
 
 def has_quantized(model: nn.Module) -> bool:
-    """True if a parameter of `model` keeps the few bits that it is stored in (`UnreadWeight.on`)."""
+    """True if `model` has a parameter for kernels of few bits (`UnreadWeight.on`)."""
     return any(map(keeps_form, model.parameters()))
 
 
 @contextmanager
 def storing_experts() -> Iterator[None]:
-    """Within it, this thread's models are loaded with unread weights of experts."""
+    """In this block, leave the experts' weights of models that this thread loads unread."""
     _wrap()
     token = _is_storing.set(True)
     try:
@@ -292,7 +292,7 @@ def storing_experts() -> Iterator[None]:
 
 @cache
 def _wrap() -> None:
-    """Let transformers' conversion of a layer's experts return unread weights within `storing_experts`."""
+    """Patch transformers' conversion of a layer's experts to return unread weights within `storing_experts`."""
     convert = WeightConverter.convert
 
     def stored(self: WeightConverter, layer_name: str, *arguments: Any, **keywords: Any) -> Any:
@@ -311,7 +311,7 @@ def _wrap() -> None:
 
 
 def _stacks(converter: WeightConverter) -> bool:
-    """True if all that a conversion does is to stack experts, and to put the tensors of each side by side."""
+    """True if a conversion only stacks experts and concatenates each expert's tensors."""
     first, *others = converter.operations
     is_joined = len(others) == 1 and isinstance(others[0], Concatenate) and others[0].dim == 1
     is_stacked = isinstance(first, MergeModulelist) and first.dim == 0 and (is_joined or not others)

@@ -229,11 +229,11 @@ class CudaGraphRunner:
 
     def plan_steps(self, spans: Seq[Span]) -> list[RecordedStep] | None:
         """As `ModelRunner.plan_steps`; None if there are more spans than in any recorded pass."""
-        if self._bucket_of([_token(span, 0) for span in spans]) is None:
+        if self._bucket_of([span.at_step(0) for span in spans]) is None:
             return None
         input_ids = torch.zeros(len(spans), dtype=torch.long, device=self._device)
         num_steps = len(spans[0].token_ids)
-        return [RecordedStep(input_ids, [_token(span, step) for span in spans]) for step in range(num_steps)]
+        return [RecordedStep(input_ids, [span.at_step(step) for span in spans]) for step in range(num_steps)]
 
     def run(self, step: RecordedStep) -> Tensor:
         """Compute the logits of a step, valid until the next pass."""
@@ -270,9 +270,3 @@ class CudaGraphRunner:
             has_trees=self._has_trees and bucket.rows_per_span > 1,
             batch_invariant=(self._max_model_len, self._pool_tokens) if self._is_batch_invariant else None,
         )
-
-
-def _token(span: Span, index: int) -> Span:
-    """Return one token of the span, with its logits."""
-    states = None if span.states is None else span.states.at_row(index)
-    return Span(span.token_ids[index : index + 1], span.start + index, span.block_table, 1, states=states)

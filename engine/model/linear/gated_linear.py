@@ -1,4 +1,4 @@
-"""`function(gate(x)) * up(x)` by products that do the rest themselves, while a result is still in the core."""
+"""`function(gate(x)) * up(x)` in fused products, which apply the function while a result is still in the core."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def gated_of(
 
 
 def _quantized(gate: nn.Linear, up: nn.Linear, make_linear: LinearFactory, function: Gate) -> GatedProduct | None:
-    """One product of our own kernel, where `make_linear` gives that."""
+    """Return one product of our kernel; None if `make_linear` uses another."""
     if gate.out_features % (OUTPUTS // 2) or not NativeQuantizedProduct.fits(gate.weight):
         return None
     bias = None if gate.bias is None else alternating(gate.bias, up.bias)

@@ -1,8 +1,7 @@
 """Experts of a mixture with packed weights: all products of a layer are two of our kernels over sorted rows.
 
-transformers keeps the experts of a layer in two parameters of three dimensions. Each becomes one packed weight, whose
-outputs are in the order of experts, by the same functions that pack linear layers. Every row has the same bits in
-whatever company it comes.
+transformers keeps the experts of a layer in two parameters of three dimensions. The functions that pack linear layers
+make each into one packed weight, with outputs in the order of experts. A row's bits do not depend on other rows.
 """
 
 from __future__ import annotations
@@ -182,7 +181,7 @@ def packs_all_experts(model: nn.Module, make_linear: LinearFactory) -> bool:
 
 
 def make_routers_batch_invariant(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let the choice of a row's experts, of rows of `dtype`, not depend on other rows; call it before `pack_experts`.
+    """Make the choice of a row's experts independent of other rows, for rows of `dtype`; call before `pack_experts`.
 
     Routers are the modules next to experts that hold a weight [expert, hidden]; linear layers have their own functions.
     """
@@ -196,10 +195,10 @@ def make_routers_batch_invariant(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def widen_shared_gates(model: nn.Module) -> None:
-    """Let gates of shared experts (Qwen's) yield a number per hidden unit, equal in a row, instead of one per row.
+    """Repeat the gate of shared experts (Qwen's) for each hidden unit of a row.
 
-    torch computes the last numbers of a tensor that fill no vector with another exp: a row's sigmoid would depend on
-    the number of rows.
+    torch has another exp for a tensor's last numbers, which do not fill a vector. With one number per row, a row's
+    sigmoid would depend on the number of rows.
     """
 
     def widen(gate: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -218,10 +217,10 @@ def packed_parameters(model: nn.Module, make_linear: LinearFactory) -> set[int]:
 
 
 def pack_experts(model: nn.Module, make_linear: LinearFactory, store: WeightStore = NO_STORE) -> None:
-    """Have the experts of each layer of `model` multiply by packed weights, where they can.
+    """Pack the experts of each layer of `model` that can be packed.
 
-    A layer's stored weights are freed when they are packed. Experts that keep their weights although `make_linear`
-    rounds them are named in a warning. `store` may keep the products.
+    A layer's stored weights are then freed. If `make_linear` rounds weights, a warning names the experts that stay
+    unpacked. `store` may keep the products.
 
     Raises:
         ConfigError: packed experts differ from the stock ones by more than roundings.

@@ -53,7 +53,7 @@ LEAST_CAPABILITY = (8, 0)  # of GPUs with bfloat16 products
 
 
 def _int8_group_size(weight: Tensor) -> int:
-    """Return 64, or 32 where that keeps a weight as it is (it was Q8_0) or groups of 64 are not whole."""
+    """Return 64; 32 if a group of 64 is not whole, or if groups of 32 keep the weight's numbers (from Q8_0)."""
     if weight.shape[1] % LONG_GROUP_SIZE:
         return GROUP_SIZE
     parts = (weight[:1], *parts_of(weight))
@@ -67,7 +67,7 @@ def _is_kept(weight: Tensor) -> bool:
 def quantizer(
     weight: Tensor, quantization: Quantization, *, is_head: bool = False
 ) -> Callable[[Tensor], QuantizedWeight] | None:
-    """Return the function that rounds outputs of `weight` [out, in] as they are served; None where they are kept.
+    """Return the function that rounds outputs of `weight` [out, in]; None if the weight is served as it is.
 
     Args:
         weight: of any floating dtype.
@@ -107,7 +107,7 @@ def linear_factory(
 def gpu_linear_factory(
     quantization: Quantization, dtype: torch.dtype, *, is_head: bool = False, is_deterministic: bool = False
 ) -> LinearFactory:
-    """`linear_factory` for a GPU: weights of few bits are multiplied as they are stored, or as `quantization` rounds.
+    """Return `linear_factory` for a GPU, which reads weights of few bits as stored, or as `quantization` rounds them.
 
     `is_deterministic`: a row's bits do not depend on other rows.
     """
@@ -157,9 +157,9 @@ def reads_few_bits(device: torch.device) -> bool:
 
 @contextmanager
 def dequantized(model: PreTrainedModel, quantization: Quantization) -> Iterator[None]:
-    """Within it, the linear layers of `model` multiply by their quantized weights, in float32 and by plain torch.
+    """In this block, the linear layers of `model` multiply by their quantized weights with plain torch in float32.
 
-    The shards of a quantized model are compared with it.
+    The shards of a quantized model are compared with the result.
     """
     head = model.get_output_embeddings()
     changed = []
@@ -186,7 +186,7 @@ def _plain_product(module: nn.Module, weight: Tensor, round_: Callable[[Tensor],
 def _quantized_linear(
     quantization: Quantization, is_head: bool, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None
 ) -> Linear:
-    """Round, pack and check some outputs at a time: they stay in the cache, and no whole copy of `weight` is made."""
+    """Round, pack and check a few outputs at a time, in the processor's cache and without a copy of `weight`."""
     if reads_few_bits(weight.device):
         return _linear_on_gpu(quantization, is_head, None, weight, bias, dtype)
     weight = read_weight(weight)

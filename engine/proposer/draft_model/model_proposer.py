@@ -20,7 +20,7 @@ from engine.accounting.engine_stats import TranslationCounts
 from engine.batch.draft import NO_DRAFT, Draft
 from engine.config import MASK_KEYS, CacheConfig, ModelConfig, SchedulerConfig, TreeConfig
 from engine.kv_cache.block_manager import BlockManager
-from engine.kv_cache.state_pool import StateSlots
+from engine.kv_cache.state_pool import StateSlots, check_draft
 from engine.model.loader import load_config, tokenizer_file
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.draft_model.ahead_drafter import FAN_OUT, AheadDrafter
@@ -30,7 +30,6 @@ from engine.proposer.growth.block import Blocks, RowLogits
 from engine.proposer.growth.chain import Chain
 from engine.proposer.growth.tree import Tree, tree_of
 from engine.proposer.vocab_mapping.translation import SameVocabulary, Translation
-from engine.recurrent.limits import check_draft
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.sequence.batch import DraftQuery
 from engine.sequence.sequence import RequestTokens

@@ -36,9 +36,9 @@ from engine.config import (
 )
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
+from engine.kv_cache.state_pool import num_states
 from engine.proposer import Proposer
 from engine.proposer.draft_model.model_proposer import ModelProposer
-from engine.recurrent.limits import num_states
 from engine.sequence.batch import DraftQuery
 from engine.sequence.sequence import RequestTokens
 from protos.block_keys import CacheDelta, split_keys
