@@ -5,8 +5,9 @@ It goes to the terminal, without colours if that is a file or a pipe, and to fil
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 
@@ -15,6 +16,7 @@ from protos.errors import ConfigError
 if TYPE_CHECKING:  # of the extra `bench`
     from matplotlib.figure import Figure
 
+Number = TypeVar("Number", int, float)
 
 console = Console(highlight=False, soft_wrap=True)
 _errors = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -28,6 +30,15 @@ def report(text: str) -> None:
 def report_error(error: Exception) -> None:
     """Print an error on stderr."""
     _errors.print(f"\nerror: {error}", markup=False)
+
+
+def numbers_in(text: str, option: str, kind: Callable[[str], Number], advice: str) -> tuple[Number, ...]:
+    """Return the numbers of an option, separated by commas. Raises ConfigError."""
+    try:
+        return tuple(kind(part) for part in text.split(","))
+    except ValueError as error:
+        name = "whole number" if kind is int else "number"
+        raise ConfigError(f"{option} {text!r} has a value that is not a {name}; {advice}") from error
 
 
 def write_text(file: Path, text: str, option: str) -> None:

@@ -21,7 +21,7 @@ from router.generation.receipts import OpenReceipt, Receipt
 from router.generation.tool_calls import ToolCallParser
 from router.generation.tool_formats.tool_format import ToolFormat
 from router.generation.usage import Usage, UsageMeter
-from router.metrics.ingress_metrics import IngressMetrics, TokenClock, Traffic
+from router.metrics.ingress_metrics import IngressMetrics, TokenClock
 from router.requests.sampling_params import GenerateParams
 from router.tokenizer import Tokenizer, make_detokenizer
 
@@ -218,7 +218,7 @@ class Generation:
         self._metrics = metrics
         self._tool_format = answers if isinstance(answers, ToolFormat) else None
         self._make_reader = None if isinstance(answers, ToolFormat) or not params.is_chat else answers
-        self._traffic = Traffic(current_client.get().tenant, "chat" if params.is_chat else "completion")
+        self._tenant, self._route = current_client.get().tenant, "chat" if params.is_chat else "completion"
         self._meter = UsageMeter(requests, params.num_choices_per_prompt)
 
     @property
@@ -278,7 +278,7 @@ class Generation:
             echo,
             self._reader(request),
             self._meter,
-            TokenClock(self._metrics, len(request.prompt_token_ids), self._traffic),
+            TokenClock(self._metrics, len(request.prompt_token_ids), self._tenant, self._route),
             has_prompt_logprobs=self.fields.prompt_logprobs is not None,
             receipt=self._receipt,
         )

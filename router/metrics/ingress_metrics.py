@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -36,14 +35,6 @@ _ENDPOINTS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """The class of a request; `route` must come from a fixed set."""
-
-    tenant: str = ""
-    route: str = "completion"
-
-
 class TrafficMetrics:
     """The `outrider_spec_decode_traffic_*` families of one ingress replica, counted when a sequence ends."""
 
@@ -53,11 +44,11 @@ class TrafficMetrics:
         self._drafted = self._counter("draft_tokens", "Draft tokens verified in these passes.", registry)
         self._accepted = self._counter("accepted_tokens", "Draft tokens accepted in these passes.", registry)
 
-    def count(self, traffic: Traffic, stats: SpeculationStats) -> None:
-        """Count the passes of a sequence that has ended."""
+    def count(self, tenant: str, route: str, stats: SpeculationStats) -> None:
+        """Count the passes of a sequence that has ended; `route` must come from a fixed set."""
         if stats.num_passes == 0:
             return
-        labels = (self._label(traffic.tenant), traffic.route)
+        labels = (self._label(tenant), route)
         self._passes.labels(*labels).inc(stats.num_passes)
         self._drafted.labels(*labels).inc(stats.num_draft_tokens)
         self._accepted.labels(*labels).inc(stats.num_accepted_tokens)
@@ -180,10 +171,10 @@ class IngressMetrics:
 class TokenClock:
     """Times the tokens of one sequence."""
 
-    def __init__(self, metrics: IngressMetrics, num_prompt_tokens: int, traffic: Traffic) -> None:
+    def __init__(self, metrics: IngressMetrics, num_prompt_tokens: int, tenant: str, route: str) -> None:
         self._metrics = metrics
         self._num_prompt_tokens = num_prompt_tokens
-        self._traffic = traffic
+        self._tenant, self._route = tenant, route
         self._num_tokens = 0
         self._started_s = self._first_s = self._last_s = time.perf_counter()
 
@@ -205,7 +196,7 @@ class TokenClock:
         decode_s = self._last_s - self._first_s
         self._metrics.count_end(reason, elapsed_s, decode_s, self._num_prompt_tokens, self._num_tokens)
         if speculation is not None:
-            self._metrics.traffic.count(self._traffic, speculation)
+            self._metrics.traffic.count(self._tenant, self._route, speculation)
 
 
 async def count_requests(app: ASGIApp, scope: Scope, receive: Receive, send: Send, metrics: IngressMetrics) -> None:

@@ -71,8 +71,10 @@ async def trace_requests(app: ASGIApp, scope: Scope, receive: Receive, send: Sen
         "http.request.method": scope["method"],
         "outrider.request_id": for_log(headers.get("x-request-id", "")),
     }
+    # Without model names there are few span names.
+    path = "/v1/models" if scope["path"].startswith("/v1/models") else scope["path"]
     with tracer.start_as_current_span(
-        for_log(f"{scope['method']} {_route(scope['path'])}"),
+        for_log(f"{scope['method']} {path}"),
         context=TraceContextTextMapPropagator().extract(headers),
         kind=SpanKind.SERVER,
         attributes=attributes,
@@ -124,11 +126,6 @@ def note_error(span: Span, error: Exception) -> None:
     message = for_log(error)
     span.add_event("exception", {"exception.type": type(error).__name__, "exception.message": message})
     span.set_status(StatusCode.ERROR, message)
-
-
-def _route(path: str) -> str:
-    """Return a path without model names, so that there are few span names."""
-    return "/v1/models" if path.startswith("/v1/models") else path
 
 
 class TracedStreams:

@@ -103,11 +103,12 @@ def tool_use(tools: list[Tool] | None, choice: object, is_parallel: bool | None)
     if not offered or mode is ToolChoice.NONE:
         return None
     callable_ = tuple(offered.values()) if names is None else tuple(offered[name] for name in dict.fromkeys(names))
+    is_one = isinstance(choice, dict) and choice.get("type") == "function"
     return ToolUse(
         tools=tuple(tools or ()),
         callable_=callable_,
         is_required=mode is ToolChoice.REQUIRED,
-        is_parallel=is_parallel is not False and not _names_one(choice),
+        is_parallel=is_parallel is not False and not is_one,
     )
 
 
@@ -116,10 +117,6 @@ def _by_name(tools: list[Tool]) -> dict[str, Function]:
     if len(functions) < len(tools):
         raise RequestError("tools holds two functions of the same name.", param="tools")
     return functions
-
-
-def _names_one(choice: object) -> bool:
-    return isinstance(choice, dict) and choice.get("type") == "function"
 
 
 def _read_choice(choice: object) -> tuple[ToolChoice, list[str] | None]:

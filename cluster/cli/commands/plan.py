@@ -8,7 +8,7 @@ from typing import Annotated
 from rich.table import Table
 from typer import Argument, Option
 
-from cluster.cli import console, report
+from cluster.cli import console, numbers_in, report
 from cluster.planning.planned_draft import PlannedModels
 from cluster.planning.replica_plan import (
     Capacity,
@@ -68,12 +68,13 @@ def plan(
     """
     device = measured_device(DeviceSpec.of(hardware), bandwidth, tflops, price)
     given = PlannedModels(target, draft, draft_kind, tree_nodes, gpus, dtype, draft_dtype, max_draft_tokens).completed()
+    chances = numbers_in(acceptance, "--acceptance", float, "give 0.7, or one per position: 0.8,0.7")
     deployment = ReplicaPlan(
         target=given.target_shape,
         draft=given.planned_draft,
         device=device,
         num_devices=given.gpus or 1,
-        acceptance=acceptance_per_position(_chances(acceptance), given.num_positions),
+        acceptance=acceptance_per_position(chances, given.num_positions),
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         num_tree_nodes=given.tree_nodes or 0,
@@ -109,15 +110,6 @@ def measured_device(
     if price is not None:
         device = replace(device, price_usd_per_hour=price)
     return device
-
-
-def _chances(text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ConfigError(
-            f"--acceptance {text!r} has a value that is not a number; give 0.7, or one per position: 0.8,0.7"
-        ) from error
 
 
 def _plain_capacity(

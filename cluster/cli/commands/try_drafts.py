@@ -16,7 +16,7 @@ from rich.table import Table
 from typer import Argument, Option
 
 from cluster.checkpoints import resolve_model_path
-from cluster.cli import check_plot, console, report, save_plot, write_text
+from cluster.cli import check_plot, console, numbers_in, report, save_plot, write_text
 from cluster.cli.deployment import BUNDLED, SetOptions, deployment_of, to_yaml
 from cluster.cli.replay_traffic import TrafficRequest, Trial, TrialFigures, read_traffic, run_trial
 from cluster.planning.planned_draft import PlannedDraft
@@ -122,10 +122,7 @@ def _fitting(numbers: tuple[int, ...], requests: list[TrafficRequest]) -> tuple[
 
 
 def _numbers(text: str, option: str) -> tuple[int, ...]:
-    try:
-        numbers = tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise ConfigError(f"{option} {text!r} has a value that is not a whole number; write e.g. 2,4,8") from error
+    numbers = numbers_in(text, option, int, "write e.g. 2,4,8")
     if not all(1 <= number <= 256 for number in numbers):
         raise ConfigError(f"{option} {text!r} is outside 1 to 256")
     return numbers

@@ -22,7 +22,7 @@ from typer import Option
 
 from actors.settings import NO_GAIN
 from cluster.checkpoints import convert_gguf_models, resolve_model_path
-from cluster.cli import console, report
+from cluster.cli import console, numbers_in, report
 from cluster.cli.deployment import BUNDLED, SetOptions, deployment_of, located
 from cluster.cli.replay_traffic import Replay, TrafficRequest, read_traffic
 from cluster.deploy_file import checked_deployment
@@ -225,12 +225,7 @@ def _default_rates(rank: int, minutes: float) -> str:
 
 
 def _rates(text: str) -> tuple[float, ...]:
-    try:
-        rates = tuple(float(part) for part in text.split(","))
-    except ValueError as error:
-        raise ConfigError(
-            f"--learning-rates {text!r} has a value that is not a number; write e.g. {_FULL_RATES}"
-        ) from error
+    rates = numbers_in(text, "--learning-rates", float, f"write e.g. {_FULL_RATES}")
     if not all(0 < rate < float("inf") for rate in rates):
         raise ConfigError(f"--learning-rates {text!r} must be above 0; write e.g. {_FULL_RATES}")
     return tuple(dict.fromkeys(rates))

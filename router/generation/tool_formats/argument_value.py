@@ -6,7 +6,7 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from keyword import iskeyword
 
 from router.requests.tools import NAME_PATTERN
@@ -121,7 +121,7 @@ def arguments_in(value: object) -> dict[str, object] | None:
     """Return the arguments of a call: an empty object if they are missing or null; None for any other value."""
     if isinstance(value, str) and value.strip():
         value = _value_in(value)
-    if value is None or value == "" or (isinstance(value, str) and not value.strip()):
+    if value is None or (isinstance(value, str) and not value.strip()):
         return {}
     return value if isinstance(value, dict) else None
 
@@ -171,7 +171,8 @@ def argument_value(text: str, schema: object) -> object:
 
 def _value_in(text: str) -> object:
     """Return the value of a text in JSON, or as Python writes it; the text itself if it is in neither."""
-    for read in (_read_json, read_python_value):
+    readers: tuple[Callable[[str], object], ...] = (json.loads, read_python_value)
+    for read in readers:
         try:
             value = read(text.strip())
             json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
@@ -179,8 +180,3 @@ def _value_in(text: str) -> object:
             continue
         return value
     return text
-
-
-def _read_json(text: str) -> object:
-    value: object = json.loads(text)
-    return value

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from protos.messages import SpeculationStats
 from router.generation.generation_service import GenerationService
-from router.metrics.ingress_metrics import Traffic, TrafficMetrics
+from router.metrics.ingress_metrics import TrafficMetrics
 from router.openai.api import build_app
 from tests.router.fixtures.key_files import api_keys
 
@@ -22,8 +22,8 @@ def test_tenants_beyond_the_first_ones_share_a_label():
     registry = CollectorRegistry()
     metrics = TrafficMetrics(registry)
     for number in range(100):
-        metrics.count(Traffic(f"tenant-{number}", "chat"), STATS)
-    metrics.count(Traffic("tenant-3", "chat"), STATS)
+        metrics.count(f"tenant-{number}", "chat", STATS)
+    metrics.count("tenant-3", "chat", STATS)
     found = [line for line in lines(registry) if line.startswith("outrider_spec_decode_traffic_passes_total{")]
     assert len(found) == 33
     assert 'outrider_spec_decode_traffic_passes_total{route="chat",tenant="other"} 204.0' in found
@@ -33,8 +33,8 @@ def test_tenants_beyond_the_first_ones_share_a_label():
 def test_a_digest_is_shortened_and_a_sequence_without_drafts_is_no_pass():
     registry = CollectorRegistry()
     metrics = TrafficMetrics(registry)
-    metrics.count(Traffic("ab" * 32), STATS)
-    metrics.count(Traffic("b"), SpeculationStats())
+    metrics.count("ab" * 32, "completion", STATS)
+    metrics.count("b", "completion", SpeculationStats())
     found = [line for line in lines(registry) if line.startswith("outrider_spec_decode_traffic_accepted_tokens_total{")]
     assert found == ['outrider_spec_decode_traffic_accepted_tokens_total{route="completion",tenant="key-abababab"} 5.0']
 
@@ -74,7 +74,7 @@ async def test_tenants_are_named_to_admins_and_where_operators_alone_ask(service
             ]
 
     for tenant, route in (("alpha", "chat"), ("beta", "chat"), ("beta", "completion")):
-        service.metrics.traffic.count(Traffic(tenant, route), STATS)
+        service.metrics.traffic.count(tenant, route, STATS)
     for text in await texts("", "wrong", "secret"):
         assert "alpha" not in text
         assert "tenant=" not in text
