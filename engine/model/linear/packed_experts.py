@@ -225,7 +225,7 @@ def pack_experts(model: nn.Module, make_linear: LinearFactory, store: WeightStor
     Raises:
         ConfigError: packed experts differ from the stock ones by more than roundings.
     """
-    kept: dict[str, list[str]] = {}
+    kept: dict[str, list[str]] = {"they are no module of transformers' ExpertsInterface": _unknown_experts(model)}
     for name, experts in list(experts_of(model)):
         if reason := packing_obstacle(experts, make_linear):
             kept.setdefault(reason, []).append(name)
@@ -240,7 +240,7 @@ def pack_experts(model: nn.Module, make_linear: LinearFactory, store: WeightStor
             drop_pages([stored])
             setattr(experts, parameter, None)
     for reason, names in kept.items():
-        if not keeps_numbers(make_linear):
+        if names and not keeps_numbers(make_linear):
             logger.warning("%d layers of experts are not quantized, the first is %s: %s", len(names), names[0], reason)
 
 
@@ -260,6 +260,18 @@ def _compare(experts: Any, packed: PackedExperts, make_linear: LinearFactory) ->
     exact = max(MAX_RELATIVE_ERROR[dtype], MAX_RELATIVE_ERROR[own_dtype])
     most = exact if keeps_numbers(make_linear) else MAX_ROUNDING_ERROR
     check_product(packed(rows, ids, weights), expected, most)
+
+
+def _unknown_experts(model: nn.Module) -> list[str]:
+    """Return the modules with weights [expert, output, input] that are no `experts_of`."""
+    known = {id(experts) for _, experts in experts_of(model)}
+    modules = [(name, each) for name, each in model.named_modules() if id(each) not in known]
+    return [
+        name
+        for name, module in modules
+        if not isinstance(module, nn.Conv1d)
+        and any(each.ndim == 3 and min(each.shape) > 1 for each in module.parameters(recurse=False))
+    ]
 
 
 def _by_outputs(experts: Any, weight: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,14 @@ def test_a_runner_starts_in_bfloat16_and_int4(tmp_path: Path, family: str, quant
     model = ModelConfig(str(tmp_path), ModelDtype.BFLOAT16, "cpu", quantization=quantization)
     runner = ModelRunner(model, CacheConfig(num_blocks=2))
     assert runner.num_blocks == 2
+
+
+def test_experts_that_no_packing_knows_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_family(tmp_path, small_config("longcat_flash"))
+    model = ModelConfig(str(tmp_path), ModelDtype.BFLOAT16, "cpu", quantization=Quantization.INT4)
+    with caplog.at_level(logging.WARNING):
+        ModelRunner(model, CacheConfig(num_blocks=2))
+    assert "2 layers of experts are not quantized, the first is model.layers.0.mlp.experts: they are" in caplog.text
 
 
 @torch.inference_mode()
