@@ -263,14 +263,13 @@ def _compare(experts: Any, packed: PackedExperts, make_linear: LinearFactory) ->
 
 
 def _unknown_experts(model: nn.Module) -> list[str]:
-    """Return the modules with weights [expert, output, input] that are no `experts_of`."""
-    known = {id(experts) for _, experts in experts_of(model)}
-    modules = [(name, each) for name, each in model.named_modules() if id(each) not in known]
+    """Return the modules named experts that have weights [expert, output, input] and are no `experts_of`."""
+    known = {name for name, _ in experts_of(model)}
+    named = ((name, module) for name, module in model.named_modules() if name.endswith("experts"))
     return [
         name
-        for name, module in modules
-        if not isinstance(module, nn.Conv1d)
-        and any(each.ndim == 3 and min(each.shape) > 1 for each in module.parameters(recurse=False))
+        for name, module in named
+        if name not in known and any(each.ndim == 3 for each in module.parameters(recurse=False))
     ]
 
 
