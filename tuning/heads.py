@@ -88,15 +88,32 @@ class Reader:
 
 
 class _Heads(Student):
-    """The base of all kinds: the place in the states of a batch where the round of a row and of a draft began."""
+    """The base of all kinds. `layers` are those whose inputs they read, `target_ids` their tokens; None for all."""
 
-    def __init__(self, model: nn.Module, reader: Reader, **limits: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        reader: Reader,
+        layers: Sequence[int] = (),
+        target_ids: Tensor | None = None,
+        **limits: int,
+    ) -> None:
         super().__init__(model, are_drafts_alike=False, **limits)
-        self._reader = reader
+        self._reader, self._layers, self._target_ids = reader, layers, target_ids
+        self._draft_ids = torch.arange(reader.vocab_size)
+        if target_ids is not None:
+            self._draft_ids = torch.full_like(self._draft_ids, -1)
+            self._draft_ids[target_ids] = torch.arange(len(target_ids))
 
-    def _states(self, windows: Sequence[Window], layers: Sequence[int], num_more: int = 0) -> Tensor:
-        """Return the inputs of layers [B, longest + num_more, layers * hidden], padded with zeros."""
-        found = self._reader.inputs_of([window.token_ids for window in windows], layers)
+    def draft_ids(self, target_ids: Tensor) -> Tensor:
+        return self._draft_ids[target_ids.long()]
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        return draft_ids if self._target_ids is None else self._target_ids[draft_ids]
+
+    def _states(self, windows: Sequence[Window], num_more: int = 0) -> Tensor:
+        """Return the inputs of the layers [B, longest + num_more, layers * hidden], padded with zeros."""
+        found = self._reader.inputs_of([window.token_ids for window in windows], self._layers)
         return F.pad(pad_sequence(found, batch_first=True), (0, 0, 0, num_more))
 
     def _texts(self, windows: Sequence[Window], num_more: int = 0) -> Tensor:
@@ -118,35 +135,7 @@ class _Heads(Student):
         return states[owners.to(states.device), places.to(states.device)]
 
 
-class _CutVocabulary(_Heads):
-    """Heads with an output layer of their own; `target_ids` are its vocabulary, None for all."""
-
-    def __init__(
-        self,
-        student: Eagle3Student | BlockStudent,
-        reader: Reader,
-        layers: Sequence[int],
-        target_ids: Tensor | None,
-        **limits: int,
-    ) -> None:
-        super().__init__(student, reader, **limits)
-        self._lm_head, self._layers, self._target_ids = student.lm_head.weight, layers, target_ids
-        self._draft_ids = torch.arange(reader.vocab_size)
-        if target_ids is not None:
-            self._draft_ids = torch.full_like(self._draft_ids, -1)
-            self._draft_ids[target_ids] = torch.arange(len(target_ids))
-
-    def draft_ids(self, target_ids: Tensor) -> Tensor:
-        return self._draft_ids[target_ids.long()]
-
-    def target_ids(self, draft_ids: Tensor) -> Tensor:
-        return draft_ids if self._target_ids is None else self._target_ids[draft_ids]
-
-    def vocabulary(self) -> Sequence[Tensor]:
-        return [self._lm_head]
-
-
-class Eagle3Heads(_CutVocabulary):
+class Eagle3Heads(_Heads):
     """An EAGLE-3 head, unrolled over the drafts of a round."""
 
     def __init__(
@@ -157,13 +146,16 @@ class Eagle3Heads(_CutVocabulary):
 
     def logits(self, windows: Sequence[Window], num_drafts: int) -> Iterator[Tensor]:
         """Yield the drafts in order; each continues the head's own states of its predecessor."""
-        features = self._states(windows, self._layers, num_drafts - 1)
+        features = self._states(windows, num_drafts - 1)
         embedded = self._reader.embedded(self._texts(windows, num_drafts - 1))
         for draft, states in enumerate(self._student.steps(features, embedded, num_drafts)):
-            yield F.linear(self._at_begin(states, windows, draft), self._lm_head)
+            yield F.linear(self._at_begin(states, windows, draft), self._student.lm_head.weight)
+
+    def vocabulary(self) -> Sequence[Tensor]:
+        return [self._student.lm_head.weight]
 
 
-class DSparkHeads(_CutVocabulary):
+class DSparkHeads(_Heads):
     """A DSpark head: the rows of its blocks are the drafts."""
 
     def __init__(
@@ -186,11 +178,11 @@ class DSparkHeads(_CutVocabulary):
         before = ids.flatten()[(begins + rows).to(device)]
         is_mask = (ids == self._mask_id)[..., None]
         embedded = torch.where(is_mask, self._student.mask_embedding, self._reader.embedded(ids))
-        states = self._student.drafts(self._states(windows, self._layers), embedded, places)
+        states = self._student.drafts(self._states(windows), embedded, places)
         return (self._student.logits(each, before) for each in states)
 
     def vocabulary(self) -> Sequence[Tensor]:
-        return [self._lm_head, *self._student.markov_head.parameters()]
+        return [self._student.lm_head.weight, *self._student.markov_head.parameters()]
 
 
 class Medusa(_Heads):
@@ -206,12 +198,6 @@ class Medusa(_Heads):
         for draft, blocks in enumerate(self._heads.blocks[:num_drafts]):
             states = blocks(self._at_begin(hidden, windows, draft))
             yield F.linear(states.to(lm_head.dtype), lm_head)
-
-    def draft_ids(self, target_ids: Tensor) -> Tensor:
-        return target_ids.long()
-
-    def target_ids(self, draft_ids: Tensor) -> Tensor:
-        return draft_ids
 
     def vocabulary(self) -> Sequence[Tensor]:
         return []

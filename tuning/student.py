@@ -74,9 +74,9 @@ class Student(ABC):
     def draft_ids(self, target_ids: Tensor) -> Tensor:
         """Return the draft's int64 ids of tokens of the target, -1 for those that it cannot draft."""
 
-    @abstractmethod
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Return the target's ids of tokens of the draft."""
+        return draft_ids
 
     @abstractmethod
     def vocabulary(self) -> Sequence[Tensor]:
@@ -98,10 +98,6 @@ class LanguageModel(Student):
     def draft_ids(self, target_ids: Tensor) -> Tensor:
         """Return the ids, with padding ids of the target that the draft lacks replaced by the draft's last."""
         return target_ids.long().clamp(max=len(self._vocabulary[1]) - 1)
-
-    def target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Return the ids unchanged."""
-        return draft_ids
 
     def vocabulary(self) -> Sequence[Tensor]:
         """Return the input and output embeddings."""
