@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -57,45 +57,28 @@ class Window:
     top_logprobs: Tensor
 
 
-@dataclass(slots=True)
-class Part:
-    """Requests of a log, until they have `max_positions` positions."""
-
-    max_positions: int
-    requests: list[LoggedRequest] = field(default_factory=list)
-    num_positions: int = 0
-
-    @property
-    def is_full(self) -> bool:
-        return self.num_positions >= self.max_positions
-
-    def add(self, request: LoggedRequest) -> None:
-        """Add an older request, unless the part is full."""
-        if not self.is_full and len(request.positions):
-            self.requests.append(request)
-            self.num_positions += len(request.positions)
-
-
-@dataclass(frozen=True, slots=True)
 class Log:
-    """The requests of a log that train, and others that measure; a request is always on the same side."""
+    """The latest requests of a log that train, and others that measure; a request is always on the same side."""
 
-    training: Part = field(default_factory=lambda: Part(1 << 20))
-    held_out: Part = field(default_factory=lambda: Part(8192))
+    def __init__(self) -> None:
+        self.training: list[LoggedRequest] = []
+        self.held_out: list[LoggedRequest] = []
+        self.num_positions = 0
+        self._room = [1 << 20, 8192]  # positions, on each side
 
     @property
     def is_full(self) -> bool:
-        """True if both parts are full."""
-        return self.training.is_full and self.held_out.is_full
-
-    @property
-    def num_positions(self) -> int:
-        return self.training.num_positions + self.held_out.num_positions
+        """True if both sides are full."""
+        return max(self._room) <= 0
 
     def add(self, request: LoggedRequest) -> None:
-        """Add an older request to its side."""
+        """Add an older request to its side, unless that is full."""
         is_measuring = zlib.crc32(request.token_ids.tobytes()) % 10 == 0  # one request of ten measures
-        (self.held_out if is_measuring else self.training).add(request)
+        num_positions = len(request.positions)
+        if self._room[is_measuring] > 0 and num_positions:
+            (self.held_out if is_measuring else self.training).append(request)
+            self._room[is_measuring] -= num_positions
+            self.num_positions += num_positions
 
 
 def read_log(folder: Path, target: LoggedModel, report: Callable[[str], None], end: LogEnd | None = None) -> Log:
@@ -131,7 +114,7 @@ def read_log(folder: Path, target: LoggedModel, report: Callable[[str], None], e
     if num_strange:
         report(f"{num_strange} of {len(files)} files are left out: they are of a target with other weights")
     least = 500  # positions
-    if log.num_positions < least or not log.held_out.requests or not log.training.requests:
+    if log.num_positions < least or not log.held_out or not log.training:
         raise ConfigError(
             f"{folder} has {log.num_positions} positions in all, which is too "
             f"little to train on and measure; wait for at least {least} of some dozens of requests, or "

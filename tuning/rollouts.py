@@ -49,9 +49,9 @@ def write_rollouts(
 
 def prompts_of(log: Log) -> list[GenerateRequest]:
     """Return requests without ids: of each distinct prompt for training that no measuring request has."""
-    measuring = {_prompt(request) for request in log.held_out.requests}
+    measuring = {_prompt(request) for request in log.held_out}
     found = {}
-    for request in log.training.requests:
+    for request in log.training:
         token_ids = _prompt(request)
         if token_ids and token_ids not in measuring:
             is_greedy = request.temperature < GREEDY_BELOW

@@ -129,17 +129,17 @@ def tune(settings: TuneSettings, report: Report, on_progress: OnProgress) -> boo
     if draft is None:
         folder = workplace.folder / "head"
         if not folder.is_dir():
-            write_new_head(folder, settings.target, log.training.requests)
+            write_new_head(folder, settings.target, log.training)
         draft = draft_of(replace(settings, draft=folder), device)
     # Score the present draft: a new one must be better on the held-out requests.
-    before = Scored(score_draft(draft.load(), log.held_out.requests, settings.num_tokens))
+    before = Scored(score_draft(draft.load(), log.held_out, settings.num_tokens))
     report(f"{log.num_positions} positions; {before.score.num_positions} are for measurement only")
     report(_line("the present draft", before.score))
     # Let the target write more text for a share of the minutes.
     share = _rollouts_share(settings)
     written = _write_more(settings, share, log, workplace, report, on_progress) if share else []
     # Train candidates for the rest of the time, and score each.
-    requests = [*log.training.requests, *written]
+    requests = [*log.training, *written]
     settings = replace(settings, minutes=(1 - share) * settings.minutes)
     scored = _Tuning(
         settings,
@@ -281,7 +281,7 @@ class _Tuning:
             if model is None:
                 self._report(f"{run.candidate.name}: dropped after {run.num_steps} steps, its loss is not a number")
                 continue
-            scored.append(Scored(score_draft(model, self._log.held_out.requests, self._settings.num_tokens), run))
+            scored.append(Scored(score_draft(model, self._log.held_out, self._settings.num_tokens), run))
             self._report(_line(f"{run.candidate.name}: {run.num_steps} steps", scored[-1].score))
         return scored
 

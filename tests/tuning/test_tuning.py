@@ -160,7 +160,7 @@ def test_texts_that_were_written_are_behind_prompts_that_train_and_are_written_o
     pair: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = read_log(pair.target.parent / "log", LoggedModel(model_version(str(pair.target)), VOCAB_SIZE), print)
-    measuring = {tuple(request.token_ids[:NUM_PROMPT_TOKENS]) for request in log.held_out.requests}
+    measuring = {tuple(request.token_ids[:NUM_PROMPT_TOKENS]) for request in log.held_out}
     assert measuring
     shares: list[float] = []
     written = write_rollouts(str(pair.target), log, tmp_path / "rollouts", 0.05, shares.append)
