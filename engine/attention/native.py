@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence as Seq
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from engine.batch.span import Span
 from engine.config import KVDtype
 from engine.kv_cache.kv_dtype import kv_name
 from engine.kv_cache.pool import KVCache
-from engine.native.library import Instructions, kernels_for, native_library
+from engine.native.library import kernel, kernels_for
 from protos.errors import ConfigError
 
 MAX_HEAD_DIM = 512  # of a head
@@ -103,7 +102,7 @@ class NativeAttention:
         # `sinks` must stay referenced until the kernel returns.
         sinks = None if options.sinks is None else options.sinks.float().contiguous()
         call.sinks = None if sinks is None else sinks.data_ptr()
-        if _kernel()(ctypes.byref(call)):
+        if kernel("attend", "p", "i")(ctypes.byref(call)):
             raise MemoryError("no memory for the partial sums of attention")
         return out
 
@@ -174,12 +173,3 @@ def fits(cache: KVCache) -> bool:
 def _rowwise(heads: Tensor) -> Tensor:
     """Return heads [1, H, T, D] with the numbers of each head contiguous."""
     return heads if heads.stride(-1) == 1 else heads.contiguous()
-
-
-@cache
-def _kernel() -> ctypes._NamedFuncPointer:
-    library = native_library(Instructions.AVX2)
-    assert library is not None, "`fits` checks that there is one"
-    library.outrider_attend.argtypes = [ctypes.POINTER(AttentionCall)]
-    library.outrider_attend.restype = ctypes.c_int
-    return library.outrider_attend

@@ -53,6 +53,23 @@ def kernels_for(dtype: torch.dtype) -> ctypes.CDLL | None:
     return None if minimum is None else native_library(minimum)
 
 
+_TYPES = {"p": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
+
+
+@cache
+def kernel(name: str, arguments: str, returned: str | None = None) -> Any:
+    """Return a C function; `arguments` has a letter for each: p is a pointer, q an int64, i an int, f a float.
+
+    The caller has seen that this process has the kernels.
+    """
+    library = native_library(Instructions.AVX2)
+    assert library is not None, "callers look for the kernels first"
+    function = getattr(library, f"outrider_{name}")
+    function.argtypes = [_TYPES[each] for each in arguments]
+    function.restype = None if returned is None else _TYPES[returned]
+    return function
+
+
 def native_instructions() -> Instructions | None:
     """Return the instructions in use in this process; None without kernels."""
     loaded = _loaded()
@@ -129,7 +146,7 @@ def widened(logits: Tensor) -> Tensor:
     if not _is_ours(logits, torch.bfloat16):
         return logits.float()
     wide = torch.empty_like(logits, dtype=torch.float32)
-    _kernels()[0](logits.data_ptr(), wide.data_ptr(), logits.numel())
+    kernel("widen", "ppq")(logits.data_ptr(), wide.data_ptr(), logits.numel())
     return wide
 
 
@@ -139,7 +156,7 @@ def highest(scores: Tensor) -> Tensor:
     if not _is_ours(scores, torch.float32) or size == 0:
         return scores.argmax(dim=1)
     chosen = torch.empty(num_rows, dtype=torch.int64)
-    has_numbers = _kernels()[1](scores.data_ptr(), num_rows, size, chosen.data_ptr())
+    has_numbers = kernel("choose", "pqqp", "i")(scores.data_ptr(), num_rows, size, chosen.data_ptr())
     return chosen if has_numbers else scores.argmax(dim=1)
 
 
@@ -149,22 +166,10 @@ def are_finite(logits: Tensor) -> Tensor:
     if not _is_ours(logits, torch.float32) or size == 0:
         return logits.amax(dim=1).isfinite()
     flags = torch.empty(num_rows, dtype=torch.int64)
-    _kernels()[2](logits.data_ptr(), num_rows, size, flags.data_ptr())
+    kernel("check", "pqqp")(logits.data_ptr(), num_rows, size, flags.data_ptr())
     return flags.bool()
 
 
 def _is_ours(numbers: Tensor, dtype: torch.dtype) -> bool:
     is_plain = numbers.dtype is dtype and numbers.device.type == "cpu" and numbers.is_contiguous()
     return is_plain and kernels_for(dtype) is not None
-
-
-@cache
-def _kernels() -> tuple[Any, Any, Any]:
-    library = native_library(Instructions.AVX2)
-    assert library is not None, "call `_is_ours` first"
-    pointer, size = ctypes.c_void_p, ctypes.c_int64
-    widen, choose, check = library.outrider_widen, library.outrider_choose, library.outrider_check
-    widen.argtypes = [pointer, pointer, size]
-    choose.argtypes = check.argtypes = [pointer, size, size, pointer]
-    widen.restype, choose.restype, check.restype = None, ctypes.c_int, None
-    return widen, choose, check

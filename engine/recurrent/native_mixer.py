@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from engine.native.library import kernels_for
+from engine.native.library import kernel, kernels_for
 from engine.recurrent.mixer import QWEN3_5_INPUTS, KernelMixer, MixerForm, MixerInputs, mixer_forms, qwen3_next_orders
 from engine.recurrent.state_pass import PooledLayer
 
@@ -82,10 +82,9 @@ class NativeMixer(KernelMixer):
         return MixerInputs(*inputs, last[..., call.steps_at :], last[..., call.betas_at :])
 
     def mix(self, inputs: MixerInputs, out: Tensor, states: PooledLayer) -> None:
-        mix, num_floats = _kernel()
-        rows = _rows_of(inputs, out, states)
-        scratch = torch.empty(num_floats(ctypes.byref(self._call), rows.num_rows), dtype=torch.float32)
-        mix(ctypes.byref(self._call), ctypes.byref(rows), scratch.data_ptr())
+        call, rows = ctypes.byref(self._call), _rows_of(inputs, out, states)
+        scratch = torch.empty(kernel("mixer_scratch", "pq", "q")(call, rows.num_rows), dtype=torch.float32)
+        kernel("mix", "ppp")(call, ctypes.byref(rows), scratch.data_ptr())
 
 
 def _rows_of(inputs: MixerInputs, out: Tensor, states: PooledLayer) -> _Rows:
@@ -142,13 +141,3 @@ def take_products(module: nn.Module, product: _Product, steps: _Product | None) 
     mixer = vars(module)["forward"]
     assert isinstance(mixer, NativeMixer), "`first_products` says so"
     mixer.take(product, steps)
-
-
-@cache
-def _kernel() -> tuple[Any, Any]:
-    library = kernels_for(torch.float32)
-    assert library is not None, "`use_native_mixers` asks for the kernels first"
-    mix, num_floats = library.outrider_mix, library.outrider_mixer_scratch
-    mix.argtypes, mix.restype = [ctypes.POINTER(_Mixer), ctypes.POINTER(_Rows), ctypes.c_void_p], None
-    num_floats.argtypes, num_floats.restype = [ctypes.POINTER(_Mixer), ctypes.c_int64], ctypes.c_int64
-    return mix, num_floats

@@ -6,12 +6,11 @@ row's result depends only on the state before it, and neither chunks nor drafts 
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 from engine.batch.indexing import copy_array, index_tensor, send_arrays
 from engine.batch.span import Span, SpanStates
 from engine.kv_cache.state_pool import StatePool, StateShape
-from engine.native.library import kernels_for
+from engine.native.library import kernel, kernels_for
 from engine.sequence.sequence import ZEROS
 
 
@@ -63,23 +62,14 @@ def scan(*rows: Tensor, matrices: Tensor, slots: Seq[Tensor], is_delta: bool) ->
         slots: see `scan_slots_of`.
         is_delta: the rows belong to the delta rule.
     """
-    library = kernels_for(torch.float32) if matrices.device.type == "cpu" else None
-    if library is None:
+    if matrices.device.type != "cpu" or kernels_for(torch.float32) is None:
         return None
     rows = tuple(each.contiguous() for each in rows)
     out = torch.empty_like(rows[0])
     (_, heads, width), (_, groups, depth) = rows[0].shape, rows[3].shape
     pointers = (each.data_ptr() for each in (*rows, out, matrices, *slots))
     sizes = (len(slots[0]), heads, groups, width, depth)
-    return out if _kernel(library)(*pointers, *sizes, int(is_delta)) else None
-
-
-@cache
-def _kernel(library: ctypes.CDLL) -> Any:
-    kernel = library.outrider_scan
-    kernel.argtypes = [ctypes.c_void_p] * 10 + [ctypes.c_int64] * 5 + [ctypes.c_int]  # tensors, sizes
-    kernel.restype = ctypes.c_int
-    return kernel
+    return out if kernel("scan", "ppppppppppqqqqqi", "i")(*pointers, *sizes, int(is_delta)) else None
 
 
 class PooledStates:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +18,17 @@ from torch.nn import functional as F
 
 from engine.model.decoders.rotary import rotate
 from engine.model.linear.native_product import Gate
-from engine.native.library import Instructions, kernels_for, native_library
+from engine.native.library import kernel, kernels_for
 
 _LANES = 16
 _FACTORS = (1.0, 1.0)
+_KERNELS = {
+    "add_norm": "ppppqqffiiiii",
+    "norm_heads": "ppqqqqfiiii",
+    "rotate": "ppqqqqqii",
+    "activate": "pqipi",
+    "gate_rows": "ppqqqii",
+}
 
 
 class RowOperations(ABC):
@@ -132,7 +139,9 @@ class NativeRows(RowOperations):
         self, epsilon: float, scale: float = 1.0, *, centers: bool = False, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__(epsilon, scale, centers=centers, dtype=dtype)
-        self._add_norm, self._norm_heads, self._rotate, self._activate, self._gate = _kernels()
+        self._add_norm, self._norm_heads, self._rotate, self._activate, self._gate = (
+            kernel(name, arguments) for name, arguments in _KERNELS.items()
+        )
 
     @staticmethod
     def fit(hidden_size: int, head_dims: tuple[int, int], weights: Tensor) -> bool:
@@ -210,25 +219,6 @@ def row_operations(
     return (NativeRows if NativeRows.fit(hidden_size, head_dims, weights) else TorchRows)(
         epsilon, scale, centers=centers, dtype=dtype
     )
-
-
-@cache
-def _kernels() -> tuple[Any, ...]:
-    library = native_library(Instructions.AVX2)
-    assert library is not None, "`NativeRows.fit` checks that there is one"
-    pointer, size, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    add_norm, norm_heads = library.outrider_add_norm, library.outrider_norm_heads
-    rotate_rows, activate = library.outrider_rotate, library.outrider_activate
-    gate = library.outrider_gate_rows
-    add_norm.argtypes = [pointer] * 4 + [size, size, ctypes.c_float, ctypes.c_float, *[flag] * 5]
-    norm_heads.argtypes = [pointer] * 2 + [size] * 4 + [ctypes.c_float, flag, flag, flag, flag]
-    rotate_rows.argtypes = [pointer] * 2 + [size] * 5 + [flag, flag]
-    activate.argtypes = [pointer, size, flag, pointer, flag]
-    gate.argtypes = [pointer, pointer, size, size, size, flag, flag]
-    functions = add_norm, norm_heads, rotate_rows, activate, gate
-    for function in functions:
-        function.restype = None
-    return functions
 
 
 _EPSILONS = ("variance_epsilon", "eps")  # attributes of norms

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from engine.model.linear.native_product import Gate, PackedWeight
 from engine.model.linear.packed_experts import ExpertsCall, PackedExperts, check_memory
-from engine.native.library import Instructions, native_library
+from engine.native.library import kernel
 
 _FACTORS = ("routed_scaling_factor", "router_scaling_factor", "route_scale")  # of weights, in a router
 _PRODUCTS = ("", "gate", "proj")  # of a router: its own weight, or a layer's
@@ -170,7 +169,7 @@ class NativeMixture:
         read = taken if routed is None else routed.to(self.dtype).contiguous()
         out = torch.empty_like(taken)
         pointers = (each.data_ptr() for each in (read, taken, out))
-        check_memory(_kernel()(ctypes.byref(self.call), *pointers, len(taken)))
+        check_memory(kernel("mixture", "ppppq", "i")(ctypes.byref(self.call), *pointers, len(taken)))
         return out.to(rows.dtype)
 
 
@@ -216,13 +215,3 @@ def _floats(numbers: Tensor | None) -> Tensor | None:
 
 def _address(numbers: Tensor | None) -> int | None:
     return None if numbers is None else numbers.data_ptr()
-
-
-@cache
-def _kernel() -> Any:
-    library = native_library(Instructions.AVX2)
-    assert library is not None, "`NativeMixture.fits` looks for packed experts"
-    function = library.outrider_mixture
-    function.argtypes = [*[ctypes.c_void_p] * 4, ctypes.c_int64]
-    function.restype = ctypes.c_int
-    return function

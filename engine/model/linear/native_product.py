@@ -9,8 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from enum import IntEnum
-from functools import cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from torch.nn import functional as F
 
 from engine.model.linear.large_pages import empty_in_large_pages
 from engine.model.linear.weight_store import OUTPUTS, Storable, converted
-from engine.native.library import Instructions, native_library
+from engine.native.library import Instructions, kernel, native_library
 from protos.errors import ConfigError
 
 # Of models and products against the stock ones of the same weights; seen: 1e-6, 1e-3, 1e-2.
@@ -97,7 +96,8 @@ class NativeProduct(Storable):
     """`F.linear(x, weight, bias)` for a weight that `fits`; it keeps its own copy, packed."""
 
     is_batch_invariant: ClassVar = True
-    _kernels: ClassVar = {torch.bfloat16: "outrider_product", torch.float32: "outrider_float_product"}
+    _kernels: ClassVar = {torch.bfloat16: "product", torch.float32: "float_product"}
+    _arguments: ClassVar = "ppppqqq"
     _gate: int = Gate.NONE
 
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> None:
@@ -131,7 +131,7 @@ class NativeProduct(Storable):
         out = x.new_empty(*x.shape[:-1], self._width)
         bias = None if self._bias is None else self._bias.data_ptr()
         sizes = rows.numel() // self._num_inputs, self._num_inputs, self._num_outputs, *self._more
-        multiply = _kernel(self._kernels[self._dtype])
+        multiply = kernel(self._kernels[self._dtype], self._arguments)
         multiply(rows.data_ptr(), self._packed.data_ptr(), bias, out.data_ptr(), *sizes)
         return out
 
@@ -152,7 +152,8 @@ class NativeProduct(Storable):
 class NativeGate(NativeProduct):
     """`function(gate(x)) * up(x)`: both products are next to each other in the packed weight and meet in the core."""
 
-    _kernels: ClassVar = {torch.bfloat16: "outrider_gated_product", torch.float32: "outrider_gated_float_product"}
+    _kernels: ClassVar = {torch.bfloat16: "gated_product", torch.float32: "gated_float_product"}
+    _arguments: ClassVar = "ppppqqqq"
 
     def __init__(
         self,
@@ -221,13 +222,3 @@ def alternating(gate: Tensor, up: Tensor) -> Tensor:
     """16 outputs of the gate, the same 16 of up, the next 16 of the gate ...: [out] or [out, in], twice as long."""
     half = OUTPUTS // 2
     return torch.stack((gate.unflatten(0, (-1, half)), up.unflatten(0, (-1, half))), dim=1).flatten(0, 2)
-
-
-@cache
-def _kernel(name: str) -> Any:
-    library = native_library(Instructions.AVX2)
-    assert library is not None, "NativeProduct.fits checks that there is one"
-    function = getattr(library, name)
-    function.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * (3 + ("gated" in name))
-    function.restype = None
-    return function

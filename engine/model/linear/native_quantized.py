@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,9 +15,9 @@ from engine.model.linear.large_pages import empty_in_large_pages
 from engine.model.linear.native_product import Gate, Kind, NativeProduct, PackedWeight, apart, tiled
 from engine.model.linear.rounding import GROUP_SIZE, scale_bytes
 from engine.model.linear.weight_store import OUTPUTS, Storable
-from engine.native.library import Instructions, native_library
+from engine.native.library import Instructions, kernel, native_library
 
-_KERNELS = {torch.bfloat16: "outrider_quantized_product", torch.float32: "outrider_quantized_float_product"}
+_KERNELS = {torch.bfloat16: "quantized_product", torch.float32: "quantized_float_product"}
 
 
 class NativeQuantizedProduct(Storable):
@@ -87,8 +85,8 @@ class NativeQuantizedProduct(Storable):
         width = len(self._packed) * OUTPUTS
         out = rows.new_empty(*x.shape[:-1], width // 2 if self._gate else width)
         num_rows = rows.numel() // self._num_inputs
-        scratch = torch.empty(_scratch_size()(num_rows, self._num_inputs), dtype=torch.int8)
-        _kernel(rows.dtype)(
+        scratch = torch.empty(kernel("quantized_scratch", "qq", "q")(num_rows, self._num_inputs), dtype=torch.int8)
+        kernel(_KERNELS[rows.dtype], "pppppqqqiiip")(
             rows.data_ptr(),
             self._packed.data_ptr(),
             self._tables.data_ptr(),
@@ -190,25 +188,3 @@ def _whole_pairs(table: Tensor) -> Tensor:
 def has_quantized_kernels() -> bool:
     """True if this process has the kernels: they need AVX2."""
     return native_library(Instructions.AVX2) is not None
-
-
-@cache
-def _kernel(dtype: torch.dtype) -> Any:
-    function = getattr(_library(), _KERNELS[dtype])
-    pointer, size = ctypes.c_void_p, ctypes.c_int64
-    function.argtypes = [pointer] * 5 + [size] * 3 + [ctypes.c_int] * 3 + [pointer]
-    function.restype = None
-    return function
-
-
-@cache
-def _scratch_size() -> Any:
-    function = _library().outrider_quantized_scratch
-    function.argtypes, function.restype = [ctypes.c_int64] * 2, ctypes.c_int64
-    return function
-
-
-def _library() -> ctypes.CDLL:
-    library = native_library(Instructions.AVX2)
-    assert library is not None, "NativeQuantizedProduct.fits checks that there is one"
-    return library

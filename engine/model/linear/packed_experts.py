@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any
 
 import torch
@@ -35,16 +34,11 @@ from engine.model.linear.native_product import (
 from engine.model.linear.native_quantized import NativeQuantizedProduct, has_quantized_kernels
 from engine.model.linear.packed_linear import Linear, LinearFactory, keeps_numbers, rows_dtype
 from engine.model.linear.weight_store import NO_STORE, OUTPUTS, WeightStore
-from engine.native.library import Instructions, native_library
+from engine.native.library import kernel
 
 logger = logging.getLogger(__name__)
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float32)
-_NUM_ARGUMENTS = {  # pointers after the structure, and sizes
-    "outrider_experts": (4, 2),
-    "outrider_experts_in": (3, 2),
-    "outrider_experts_out": (4, 2),
-}
 _TOP_KEYS = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")  # in a configuration
 
 
@@ -120,14 +114,14 @@ class PackedExperts:
         experts, sizes = ctypes.byref(self.call), ids.shape
         routing = ids.data_ptr(), weights.data_ptr(), out.data_ptr()
         if self.function is not Gate.NONE:
-            check_memory(_kernel("outrider_experts")(experts, rows.data_ptr(), *routing, *sizes))
+            check_memory(kernel("experts", "pppppqq", "i")(experts, rows.data_ptr(), *routing, *sizes))
             return
         between = rows.new_zeros(ids.numel(), self.call.input_weight.num_outputs)
         check_memory(
-            _kernel("outrider_experts_in")(experts, rows.data_ptr(), ids.data_ptr(), between.data_ptr(), *sizes)
+            kernel("experts_in", "ppppqq", "i")(experts, rows.data_ptr(), ids.data_ptr(), between.data_ptr(), *sizes)
         )
         between = self._gate(between).contiguous()
-        check_memory(_kernel("outrider_experts_out")(experts, between.data_ptr(), *routing, *sizes))
+        check_memory(kernel("experts_out", "pppppqq", "i")(experts, between.data_ptr(), *routing, *sizes))
 
 
 def experts_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -320,14 +314,3 @@ def check_memory(is_short: int) -> None:
     """Raise MemoryError if a kernel has reported too little memory."""
     if is_short:
         raise MemoryError("no memory for the rows of a pass")
-
-
-@cache
-def _kernel(name: str) -> Any:
-    library = native_library(Instructions.AVX2)
-    assert library is not None, "`packing_obstacle` looks for the kernel"
-    function = getattr(library, name)
-    num_pointers, num_sizes = _NUM_ARGUMENTS[name]
-    function.argtypes = [*[ctypes.c_void_p] * (1 + num_pointers), *[ctypes.c_int64] * num_sizes]
-    function.restype = ctypes.c_int
-    return function

@@ -7,19 +7,16 @@ searched for: 4.5 bits, with less error than rounding between the extremes.
 
 from __future__ import annotations
 
-import ctypes
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.model.checkpoint.unread_weight import QuantizedWeight
 from engine.model.linear.weight_store import OUTPUTS
-from engine.native.library import Instructions, native_library
+from engine.native.library import kernel
 
 GROUP_SIZE = 32  # inputs that share a scale,
 LONG_GROUP_SIZE = 64  # or so many of int8: half as many sums to be scaled
@@ -94,7 +91,7 @@ def _fitted(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     levels = torch.empty(groups.shape, dtype=torch.uint8)
     scales, zeros = torch.empty(2, len(groups), dtype=torch.uint8)
     pointers = (each.data_ptr() for each in (levels, scales, zeros))
-    _kernel()(groups.data_ptr(), len(groups), *pointers)
+    kernel("round", "pqppp")(groups.data_ptr(), len(groups), *pointers)
     return levels, scales, zeros
 
 
@@ -189,13 +186,3 @@ def times_of(weight: Tensor) -> tuple[int, ...]:
 
 def _float16(numbers: Tensor) -> Tensor:
     return numbers.clamp(-_HUGE, _HUGE).half().float()
-
-
-@cache
-def _kernel() -> Any:
-    library = native_library(Instructions.AVX2)
-    assert library is not None, "the caller has asked `can_quantize`"
-    function = library.outrider_round
-    pointer = ctypes.c_void_p
-    function.argtypes, function.restype = [pointer, ctypes.c_int64, pointer, pointer, pointer], None
-    return function
