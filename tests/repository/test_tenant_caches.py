@@ -49,10 +49,7 @@ from tests.router.fixtures.key_files import api_keys
 ROOT = Path(__file__).parents[2]
 PROMPT = tuple(range(1, 41))
 # What the code keeps under a key: a probe of this module, or why no client's text is in the key.
-KERNELS = "engine/model/decoders/native_layers engine/model/decoders/row_operations engine/attention/native"
-KERNELS += " engine/model/linear/native_quantized engine/model/linear/native_product engine/model/linear/rounding"
-KERNELS += " engine/native/library engine/batch/indexing engine/recurrent/state_pass engine/recurrent/native_mixer"
-KERNELS += " engine/model/linear/packed_experts engine/model/linear/native_mixture"
+KERNELS = "engine/model/decoders/native_layers engine/native/library engine/batch/indexing"
 KEPT = {
     "engine/proposer/text_match/suffix.py": "finished_texts",
     "engine/sampling/grammar_compiler.py": "grammars",
