@@ -39,7 +39,7 @@ struct layer {
     const struct mixer *mixer;     /* in place of the attention, or NULL; without `qkv` the layer has neither */
     int64_t leaves_mlp;            /* the caller has the MLP */
     int64_t shares_rows;           /* reads the normed rows of the layer before, not its own */
-    int64_t num_kv_heads, head_dim;
+    int64_t num_kv_heads, head_dim, value_dim;
     int64_t kv_layer;  /* in the pool; the place of a mixer's states */
     int64_t stores_kv; /* or an earlier layer has stored it, and `qkv` are queries alone */
     int64_t num_rotated_dims; /* of a head */
@@ -48,6 +48,7 @@ struct layer {
     int64_t query_table;
     float scaling, softcap;
     float factor; /* of the residual stream after the layer */
+    float value_factor;               /* of values */
     float output_factor, down_factor; /* of the results of `output` and `down` */
     float activation_factors[2];
 };
@@ -206,14 +207,17 @@ static void take_heads(const struct decoder *d, const struct layer *l, const str
                        const struct buffers *buffers) {
     const int64_t item = d->is_bf16 ? 2 : 4, dim = l->head_dim, stride = l->qkv.num_outputs;
     const int64_t num_keys = l->stores_kv ? l->num_kv_heads : 0;
-    char *keys = buffers->qkv + d->num_heads * dim * item;
+    char *keys = buffers->qkv + d->num_heads * dim * item, *values = keys + num_keys * dim * item;
+    for (int64_t row = 0; l->value_factor != 1.0f && row < r->num_rows; row++)
+        outrider_scale(values + row * stride * item, num_keys * l->value_dim, l->value_factor, (int)d->is_bf16);
     if (l->head_norm) norm_heads(d, l, r->num_rows, stride, buffers->qkv);
     if (l->table >= 0) rotate(d, l, r, stride, num_keys, buffers->qkv);
     a->query = buffers->qkv;
     a->new_keys = l->stores_kv ? keys : NULL;
-    a->new_values = keys + num_keys * dim * item;
+    a->new_values = values;
     a->query_row = a->key_row = a->value_row = stride;
-    a->query_head = a->key_head = a->value_head = a->key_dim = a->value_dim = dim;
+    a->query_head = a->key_head = a->key_dim = dim;
+    a->value_head = a->value_dim = l->value_dim;
 }
 
 /* Points `a` to the queries, keys and values from the latents of buffers->qkv. */

@@ -363,6 +363,7 @@ _MIXTURES = {
     "dots1": _DEEPSEEK,
     "glm4_moe": _DEEPSEEK,
     "hy_v3": _DEEPSEEK,
+    "mimo_v2_flash": _DEEPSEEK,
     "deepseek_v2": DecoderFamily(
         rotates_pairs=True, angles=_polar, routing=Routing(is_normalized=False, has_group_sums=False)
     ),

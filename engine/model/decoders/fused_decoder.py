@@ -325,10 +325,15 @@ class FusedDecoder:
             query, key, value = (part.transpose(0, 1)[None] for part in parts)
             attention = shared.batch.attention
             return attention.attend(layer.kv_layer, query, key, value, layer.options).reshape(num_rows, -1)
-        qkv, gates = layer.qkv(normed).view(num_rows, -1, layer.head_dim).tensor_split((num_heads,), dim=1)
+        rows, own_values = layer.qkv(normed), None
+        if layer.value_dim != layer.head_dim:
+            rows, own_values = rows.tensor_split((num_rotated * layer.head_dim,), dim=1)
+        qkv, gates = rows.reshape(num_rows, -1, layer.head_dim).tensor_split((num_heads,), dim=1)
         if layer.head_norm is not None and self._norms_values:
             qkv = self._rows.norm_heads(qkv, num_heads, layer.head_norm)
-        value = qkv[:, num_rotated:]  # [T, H, D]
+        value = qkv[:, num_rotated:] if own_values is None else own_values.view(num_rows, num_keys, -1)  # [T, H, D]
+        if layer.value_factor != 1.0:
+            value = value * layer.value_factor
         if layer.head_norm is not None and self._norms_projections:
             qkv = self._rows.norm_projections(qkv, (self._num_heads, layer.num_kv_heads), layer.head_norm)
         elif layer.head_norm is not None and not self._norms_values:

@@ -70,7 +70,9 @@ class DecoderLayer:
     kv_layer: int = 0  # in the pool; of a recurrent layer the place of its states
     stores_kv: bool = False  # or an earlier layer has stored it
     num_kv_heads: int = 0
-    head_dim: int = 0
+    head_dim: int = 0  # of a query and a key
+    value_dim: int = 0
+    value_factor: float = 1.0  # of values
     num_rotated_dims: int = 0  # of a head
     factor: float = 1.0  # of the residual stream after the layer
     activation_factors: tuple[float, float] = (1.0, 1.0)  # xIELU's
@@ -140,9 +142,10 @@ class _Layer(ctypes.Structure):
         ("latent", LatentCall),
         ("mixer", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("leaves_mlp", "shares_rows")),
-        *((name, ctypes.c_int64) for name in ("num_kv_heads", "head_dim", "kv_layer", "stores_kv")),
+        *((name, ctypes.c_int64) for name in ("num_kv_heads", "head_dim", "value_dim", "kv_layer", "stores_kv")),
         *((name, ctypes.c_int64) for name in ("num_rotated_dims", "window", "table", "query_table")),
-        *((name, ctypes.c_float) for name in ("scaling", "softcap", "factor", "output_factor", "down_factor")),
+        *((name, ctypes.c_float) for name in ("scaling", "softcap", "factor", "value_factor")),
+        *((name, ctypes.c_float) for name in ("output_factor", "down_factor")),
         ("activation_factors", ctypes.c_float * 2),
     ]
 
@@ -345,6 +348,7 @@ def _layer_call(layer: DecoderLayer, dtype: torch.dtype) -> _Layer | None:
         layer.shares_rows,
         layer.num_kv_heads,
         layer.head_dim,
+        layer.value_dim,
         layer.kv_layer,
         layer.stores_kv,
         layer.num_rotated_dims,
@@ -354,6 +358,7 @@ def _layer_call(layer: DecoderLayer, dtype: torch.dtype) -> _Layer | None:
         options.scaling,
         options.softcap or 0.0,
         layer.factor,
+        layer.value_factor,
         layer.output_factor,
         layer.down_factor,
         layer.activation_factors,

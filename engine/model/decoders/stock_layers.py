@@ -136,6 +136,8 @@ class StockLayers:
             stores_kv=record.stores_kv,
             num_kv_heads=record.shape.num_kv_heads // self._rank.size,
             head_dim=record.shape.key_dim,
+            value_dim=record.shape.value_dim,
+            value_factor=getattr(attention, "v_scale", 1.0),
             num_rotated_dims=0 if tables is None else list(self._rotaries.values())[tables[0]].num_dims,
         )
         return own if family.mixer_of(layer) is not None else self._with_mlp(index, own)

@@ -52,6 +52,7 @@ from transformers import (
     IQuestCoderConfig,
     Jais2Config,
     LlamaConfig,
+    MiMoV2FlashConfig,
     MiniCPM3Config,
     MiniMaxM2Config,
     Ministral3Config,
@@ -243,6 +244,13 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         num_experts_per_tok=2,
         shared_intermediate_size=64,
     ),
+    "mimo_v2_flash": MiMoV2FlashConfig(
+        **SIZES | {"head_dim": 48},
+        **WINDOWS,
+        **ROUTED,
+        v_head_dim=32,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+    ),
     "gpt2": GPT2Config(**GPT, scale_attn_by_inverse_layer_idx=True),
     "gpt_bigcode": GPTBigCodeConfig(**GPT),
     "gpt_bigcode_by_heads": GPTBigCodeConfig(**GPT, multi_query=False),
@@ -270,7 +278,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 WITH_PARTS_OF_THEIR_OWN = ("gemma4_e2b", "gemma4_a4b", "gpt_neox", "gpt_neox_in_turn", "persimmon", "stablelm_parallel")
 WITH_PARTS_OF_THEIR_OWN += ("minicpm3", "youtu", "youtu_plain", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
 WITH_PARTS_OF_THEIR_OWN += ("glm4_moe_lite", "axk1", "granite_swa", "granitemoe_swa")
-WITH_PARTS_OF_THEIR_OWN += ("gpt2", "gpt_bigcode", "gpt_bigcode_by_heads", "biogpt", "opt")
+WITH_PARTS_OF_THEIR_OWN += ("mimo_v2_flash", "gpt2", "gpt_bigcode", "gpt_bigcode_by_heads", "biogpt", "opt")
 WITH_PARTS_OF_THEIR_OWN += ("nemotron", "apertus", "nanochat", "ministral3", "afmoe", "cohere_normed", "phi_normed")
 TEXT = torch.randint(3, 96, (240,), generator=torch.Generator().manual_seed(1)).tolist()
 FIRST_TABLE, SECOND_TABLE = list(range(20, 0, -1)), [21, 22]
