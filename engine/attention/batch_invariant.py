@@ -1,8 +1,8 @@
 """Attention whose result for a row depends only on the row and the keys it sees: torch, on the processor.
 
-Every call of the kernel has one of a few shapes: `_ROWS` rows of one sequence by whole units of keys; keys that no row
-sees are masked. The kernel walks through the keys unit by unit, and a masked unit adds exact zeros: a token has the
-same bits in a decode, in a verification, in a prefill chunk of any size and in any batch.
+Calls of torch's kernel have few shapes: `_ROWS` rows of one sequence by whole units of keys. Keys that a row does not
+see are masked. The kernel takes the keys unit by unit, and a masked unit adds exact zeros. So a token has the same bits
+in a decode, in a verification, in a prefill chunk of any size and in any batch.
 
     tile of 8 rows     [ places 509 510 511 512 513, and three times 513 again ]
     keys               [ unit 0: 0 ... 511 ][ unit 1: 512, 513, then masked ... 1023 ]
@@ -37,7 +37,7 @@ class _RowGroup:
     """Rows of the pass that see the same keys, each up to its own place among them."""
 
     rows: Seq[int]
-    places: Seq[int]  # ascending, of each row: the last key that it sees
+    places: Seq[int]  # per row: the last key that it sees; ascending
     key_slots: Seq[int]  # slot of each key from the first on
 
 

@@ -1,8 +1,8 @@
 """Paged attention on AVX2, AVX-512 or AMX: `engine/native/attention` reads the pool in place, in one call per layer.
 
-It replaces `engine.attention.torch_attention.TorchAttention`, which gathers blocks into padded batches for torch's
-kernel. The tests compare the two, and the agreement check of `engine.model.paged_model` does at every start. A row has
-the same bits in any pass, so deterministic models use it too.
+`engine.attention.torch_attention.TorchAttention` instead gathers blocks into padded batches for torch's kernel. The
+tests compare the two, and so does `engine.model.paged_model` at every start. A row has the same bits in any pass, so
+deterministic models use this kernel too.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class AttentionCall(ctypes.Structure):
 
 
 class NativeAttention:
-    """The `engine.attention.base.AttentionPass` of such processors; all layers share its layout.
+    """An `engine.attention.base.AttentionPass` of the kernel; all layers share its layout.
 
     Attributes:
         call: the kernel's arguments; each layer sets its own fields.
@@ -122,7 +122,7 @@ class _SpanArrays:
     def __init__(self, spans: Seq[Span]) -> None:
         self._spans = array("q")  # the fields of `struct span`
         self._tables = array("i")
-        self._nodes = array("i")  # of each node its position, and where its path begins
+        self._nodes = array("i")  # per node: its position, and where its path begins
         self._paths = array("i")
         first_row = 0
         for span in spans:

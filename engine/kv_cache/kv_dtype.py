@@ -1,10 +1,10 @@
-"""Storage of a head of a token in the KV pool: D numbers in the model's dtype, or one byte each.
+"""How the KV pool stores a token's head of D numbers: in the model's dtype, or in one byte each.
 
     auto   [ D x the model's dtype ]
     int8   [ D x int8 | bfloat16 scale]  66 bytes for D = 64, against 128 in bfloat16; read by attention on processors
     fp8    [ D x float8_e4m3fn ]         +-448, 3 bits of mantissa, no scale; read by our Triton kernel
 
-Numbers beyond float8 become +-448. What is not finite is not finite either when it is read, so an overflow shows.
+Numbers beyond float8's range become +-448. Infinity and NaN are read back as infinity or NaN, so an overflow shows.
 Storage depends on the token alone, never on its batch, so speculation is exact with respect to the pool.
 `engine.attention.backend.check_kv_kind` checks which attention reads which.
 

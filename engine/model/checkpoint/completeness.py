@@ -15,10 +15,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from engine.model.checkpoint.node_memory import drop_pages
-from engine.model.checkpoint.weight_files import tensor_headers
+from engine.model.checkpoint.weight_files import FLOATS, tensor_headers
 from protos.errors import ConfigError
-
-_FLOATS = ("BF16", "F16", "F32", "F64")  # includes the scales of quantized weights
 
 
 def refuse_not_finite(folder: Path) -> None:
@@ -30,7 +28,7 @@ def refuse_not_finite(folder: Path) -> None:
     headers = tensor_headers(folder)
     if not headers:
         raise ConfigError(f"model folder {str(folder)!r} has no weights in safetensors; fetch or convert them")
-    floats = [(header.file, name) for name, header in sorted(headers.items()) if header.dtype in _FLOATS]
+    floats = [(header.file, name) for name, header in sorted(headers.items()) if header.dtype in FLOATS]
     for file, entries in groupby(sorted(floats), key=lambda entry: entry[0]):
         with safe_open(file, framework="pt") as tensors:
             for _, name in entries:

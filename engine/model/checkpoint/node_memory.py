@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from engine.config import GIB
-from engine.model.checkpoint.weight_files import tensor_headers
+from engine.model.checkpoint.weight_files import FLOATS, tensor_headers
 from protos.errors import ConfigError
 
 if TYPE_CHECKING:  # the command line looks at memory without torch
@@ -22,7 +22,6 @@ if TYPE_CHECKING:  # the command line looks at memory without torch
 _DONTNEED = getattr(mmap, "MADV_DONTNEED", None)
 _CGROUP = Path("/sys/fs/cgroup")
 _FILE_MAPPING = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ [1-9]", re.MULTILINE)  # the last number is an inode
-_FLOATS = ("BF16", "F16", "F32", "F64")  # loaded in the model's dtype; other dtypes are packed
 
 
 def available_bytes(cgroup: Path = _CGROUP) -> int:
@@ -41,7 +40,7 @@ def check_memory(folder: Path, name: str, float_bytes: float) -> None:
     this check the kernel would kill this process, or another one, in the middle of loading.
     """
     needed = sum(
-        math.prod(header.shape) * (float_bytes if header.dtype in _FLOATS else 1)
+        math.prod(header.shape) * (float_bytes if header.dtype in FLOATS else 1)
         for header in tensor_headers(folder).values()
     )
     if needed > (available := available_bytes()):

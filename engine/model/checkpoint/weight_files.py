@@ -23,6 +23,7 @@ from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+FLOATS = ("BF16", "F16", "F32", "F64")  # not packed; scales of packed weights have them too
 SHA256_DIGITS = 64
 
 _DIGEST = re.compile(f"[0-9a-f]{{{SHA256_DIGITS}}}")

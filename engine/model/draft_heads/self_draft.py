@@ -22,7 +22,7 @@ from engine.model.decoders.decoder_family import FAMILIES, layers_of
 from engine.model.decoders.fused_decoder import FusedDecoder
 from engine.model.decoders.stock_decoder import StockDecoder, first_layers
 from engine.model.forward_batch import ForwardBatch
-from engine.model.linear.quantized_linear import can_quantize, linear_factory
+from engine.model.linear.quantized_linear import check_can_quantize, linear_factory
 from engine.model.linear.weight_store import NO_STORE, WeightStore
 from engine.model.packed_decoder import packed_decoder
 from engine.native.library import widened
@@ -98,19 +98,15 @@ def check_self(config: HeadConfig, target: PreTrainedModel, quantization: Quanti
         )
     if config.num_layers is not None and not FusedDecoder.fits_config(target.config):
         first_layers(target, config.num_layers)
-    if config.num_layers is None and config.quantization in (Quantization.NONE, quantization):
+    is_packed_anew = config.quantization not in (Quantization.NONE, quantization)
+    if config.num_layers is None and not is_packed_anew:
         raise ConfigError(
             f"draft.kind is 'self' and draft.quantization '{config.quantization}' gives it the target's own weights; "
             f"set draft.num_layers to less than {num_layers}, or another quantization"
         )
-    is_packed_anew = config.quantization not in (Quantization.NONE, quantization)
-    if is_packed_anew and not can_quantize(device):
-        raise ConfigError(
-            f"draft.quantization is '{config.quantization}', which needs our kernels: on a processor with AVX2 "
-            f"(compiled at install), or Triton and a GPU of compute capability 8.0; "
-            f"the target runs on {device}. Set "
-            f"it to 'none' and draft.num_layers to less than {num_layers}"
-        )
+    if is_packed_anew:
+        remedy = f"set it to 'none' and draft.num_layers to less than {num_layers}"
+        check_can_quantize("draft.quantization", config.quantization, device, remedy)
 
 
 def _listed(names: Seq[str]) -> str:

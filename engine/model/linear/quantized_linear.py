@@ -1,10 +1,10 @@
 """Linear layers with weights of 8, 6 or 4 bits: fewer bytes per step where a step's cost is reading weights.
 
-A weight has a scale (int4: and a base or zero) for every 32 inputs of an output, as in llama.cpp's blocks, or for 64
-of int8, which has precision to spare. Rows are rounded to 8 bits in the same groups, with a base where the weights
-are int8. Real models have a few inputs a thousand times as large as the rest (arXiv:2402.17762): one scale
-per row would round the rest away. Sums within a group are exact, and groups are added in the order of the inputs: a
-row's result does not depend on other rows.
+Each output's inputs are rounded in groups: of 32, as in llama.cpp's blocks, or of 64 in int8, which has precision to
+spare. A group has a scale, and in int4 also a base or a zero. Rows are rounded to 8 bits in the same groups, with a
+base where the weights are int8. Real models have a few inputs a thousand times as large as the rest
+(arXiv:2402.17762): one scale per row would round the rest away. Sums within a group are exact, and groups are added in
+the order of the inputs, so a row's result does not depend on other rows.
 
 Products run on our own kernel (`engine.model.linear.native_quantized`). The last product, from states to logits, has
 6 bits where the others have 4. The served distribution follows from the quantized weights; everything above this
@@ -45,6 +45,7 @@ from engine.model.linear.rounding import (
     to_int8_groups,
 )
 from engine.model.linear.weight_store import OUTPUTS, converted, parts_of
+from protos.errors import ConfigError
 
 if TYPE_CHECKING:
     from engine.model.linear.triton_few_bits import UnpackedPart
@@ -145,6 +146,15 @@ def _linear_on_gpu(
 def can_quantize(device: torch.device) -> bool:
     """True if this process has kernels for the device: a processor with AVX2, or a GPU with Triton."""
     return has_quantized_kernels() if device.type == "cpu" else reads_few_bits(device)
+
+
+def check_can_quantize(option: str, kind: Quantization, device: torch.device, remedy: str = "set it to 'none'") -> None:
+    """Raise ConfigError if this process has no kernels for the device."""
+    if not can_quantize(device):
+        raise ConfigError(
+            f"{option} is {str(kind)!r}, which needs our kernels: on a processor with AVX2 (compiled at "
+            f"install), or Triton and a GPU of compute capability 8.0; it runs on {device}; {remedy}"
+        )
 
 
 def reads_few_bits(device: torch.device) -> bool:

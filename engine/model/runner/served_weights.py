@@ -26,7 +26,7 @@ from engine.model.gpu_memory import WEIGHTS_REMEDY, enough_memory
 from engine.model.linear.packed_experts import expert_reads
 from engine.model.linear.packed_file import packed_weights
 from engine.model.linear.packed_linear import Linear
-from engine.model.linear.quantized_linear import can_quantize, linear_factory
+from engine.model.linear.quantized_linear import check_can_quantize, linear_factory
 from engine.model.linear.weight_store import NO_STORE, WeightStore
 from engine.model.loader import display_name, fetched_folder, load_config, load_model, model_version, resolve_device
 from engine.model.paged_model import PagedModel
@@ -271,11 +271,8 @@ def _keeps_dtype(config: PreTrainedConfig) -> bool:
 def usable_quantization(model: ModelConfig, device: torch.device) -> Quantization:
     """Return the configured quantization. Raises ConfigError if the device has no kernels for it."""
     quantization = Quantization(model.quantization)
-    if quantization is not Quantization.NONE and not can_quantize(device):
-        raise ConfigError(
-            f"quantization is {str(quantization)!r}, which needs our kernels: on a processor with AVX2 (compiled at "
-            f"install), or Triton and a GPU of compute capability 8.0; the model runs on {device}; set it to 'none'"
-        )
+    if quantization is not Quantization.NONE:
+        check_can_quantize("quantization", quantization, device)
     return quantization
 
 
@@ -284,11 +281,7 @@ def _head_quantization(head: HeadConfig, of_target: Quantization, device: torch.
     own = Quantization(head.quantization)
     if not head.kind.has_own_layers or own is Quantization.NONE:
         return of_target
-    if not can_quantize(device):
-        raise ConfigError(
-            f"draft.quantization is {str(own)!r}, which needs our kernels: on a processor with AVX2 (compiled at "
-            f"install), or Triton and a GPU of compute capability 8.0; the head runs on {device}; set it to 'none'"
-        )
+    check_can_quantize("draft.quantization", own, device)
     return own
 
 

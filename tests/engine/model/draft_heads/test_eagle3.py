@@ -27,8 +27,8 @@ from engine.engine_core.loading import load_engine
 from engine.model.draft_heads.eagle3 import Eagle3Head
 from engine.model.draft_heads.loader import load_head
 from engine.model.forward_batch import UNKNOWN
+from engine.model.linear import quantized_linear
 from engine.model.linear.quantized_linear import can_quantize
-from engine.model.runner import served_weights
 from engine.model.runner.model_runner import ModelRunner
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, VerifyMode
@@ -155,7 +155,7 @@ def test_a_head_may_have_fewer_bits_than_its_target(
     none, int4 = Quantization.NONE, Quantization.INT4
     assert torch.equal(entered(none, int4), entered(int4, none))
     assert not torch.equal(entered(none, int4), entered(none, none))
-    monkeypatch.setattr(served_weights, "can_quantize", lambda _: False)
+    monkeypatch.setattr(quantized_linear, "can_quantize", lambda _: False)
     with pytest.raises(ConfigError, match=r"draft\.quantization is 'int4', which needs our kernels"):
         entered(none, int4)
 

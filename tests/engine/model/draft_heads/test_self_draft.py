@@ -11,7 +11,7 @@ from transformers import Gemma3TextConfig
 from engine.config import CacheConfig, EngineConfig, HeadConfig, HeadKind, ModelConfig, Quantization, SpeculationConfig
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
-from engine.model.draft_heads import self_draft
+from engine.model.linear import quantized_linear
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, SpeculationParams
 from tests.engine.fixtures.checkpoints import write_checkpoint
@@ -105,7 +105,7 @@ def test_int4_without_kernels_is_refused_with_fewer_layers_as_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_checkpoint(tmp_path, seed=0)
-    monkeypatch.setattr(self_draft, "can_quantize", lambda _: False)
-    with pytest.raises(ConfigError, match=r"Set it to 'none' and draft.num_layers to less than 2"):
+    monkeypatch.setattr(quantized_linear, "can_quantize", lambda _: False)
+    with pytest.raises(ConfigError, match=r"set it to 'none' and draft.num_layers to less than 2"):
         engine_of(tmp_path, INT4)
     assert engine_of(tmp_path, HeadConfig(HeadKind.SELF, num_layers=1)).stats().num_running == 0

@@ -13,12 +13,12 @@ from torch.nn import functional as F
 from engine.batch.span import Span
 from engine.config import CacheConfig, ModelConfig, Quantization
 from engine.model.checkpoint.unread_weight import QuantizedWeight
+from engine.model.linear import quantized_linear
 from engine.model.linear.native_product import Kind
 from engine.model.linear.native_quantized import kind_of
 from engine.model.linear.quantized_linear import can_quantize, linear_factory, quantizer
 from engine.model.linear.rounding import to_int4_with_bases, to_int8_groups
 from engine.model.loader import model_version
-from engine.model.runner import served_weights
 from engine.model.runner.model_runner import ModelRunner
 from protos.errors import ConfigError
 from tests.engine.fixtures.checkpoints import write_checkpoint
@@ -211,6 +211,6 @@ def test_speculation_changes_no_token_of_a_quantised_target(folder: Path, quanti
 
 
 def test_a_machine_without_the_units_refuses_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served_weights, "can_quantize", lambda device: False)
+    monkeypatch.setattr(quantized_linear, "can_quantize", lambda device: False)
     with pytest.raises(ConfigError, match=r"quantization is 'int8'.*AVX2"):
         ModelRunner(ModelConfig(str(folder), "float32", quantization="int8"), CacheConfig(num_blocks=4))
