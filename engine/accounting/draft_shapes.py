@@ -64,6 +64,7 @@ class ShapeRates:
     """
 
     def __init__(self, max_length: int, max_nodes: int) -> None:
+        self._has_trees = max_nodes > 0
         self.chains = AcceptanceTable(max_length)
         self.trees = AcceptanceTable(max_nodes, has_trees=True)
         self.tree_steps = [float(size.bit_length()) for size in range(1, max(max_length, max_nodes) + 1)]
@@ -78,12 +79,18 @@ class ShapeRates:
         self.trees.keep_only(request_ids)
 
     def learn(self, passes: Seq[SequencePass]) -> None:
-        """Learn from one pass. A chain that came where a tree was requested is what such a request yields."""
+        """Learn from one pass. A chain that came where a tree was requested is what such a request yields.
+
+        A tree of one node is drafted as a chain: both have its outcome, or a tree that once had luck would be one node
+        for ever.
+        """
         chains: list[SequencePass] = []
         trees: list[SequencePass] = []
         for each in passes:
             if each.draft.draft.token_ids:
                 (trees if each.wants_tree else chains).append(each)
+                if self._has_trees and not each.wants_tree and each.num_proposed == 1:
+                    trees.append(each)
         if chains:
             self.chains.observe(*_columns(chains), [each.outcome.num_accepted for each in chains])
         if trees:

@@ -92,6 +92,16 @@ def test_a_draft_that_is_wrong_on_purpose_costs_two_percent_at_most(num_streams:
     assert NOTHING.pair().run(num_streams, 500, new_policy()) >= 0.98 * plain_speed(num_streams, COSTS)
 
 
+def test_a_tree_of_one_node_is_judged_by_the_chains_that_it_becomes() -> None:
+    """Luck with the first trees would last for ever: such a draft is never a tree again."""
+    speeds = []
+    for seed in range(6):
+        pair = NOTHING.pair()
+        pair.rng = np.random.default_rng(seed)
+        speeds.append(pair.run(1, 500, new_policy()))
+    assert np.mean(speeds) >= 0.9875 * plain_speed(1, COSTS)
+
+
 @pytest.mark.parametrize("world", [TREES, CHAINS])
 def test_two_seconds_after_a_change_of_load_the_shape_fits(world: World) -> None:
     """One stream, 32, and one again, with two seconds of passes before each measurement."""
