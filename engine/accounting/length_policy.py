@@ -17,7 +17,6 @@ A simpler rule, the best measured K of {0, 2, 4, 8} per class and batch size, is
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from math import ceil, inf, isinf
 from operator import add
@@ -86,6 +85,7 @@ class LengthPolicy:
         self._has_planned = False  # since the last pass
         self._own_s, self._last_charge = 0.0, 0  # own work since the step of the last plan
         self._rest = _REST  # most steps to the next plan while no sequence drafts
+        self._steady = 1  # the same while sequences draft
         self._plan_s = 0.0  # of a recent plan, with the lessons before it
         self._is_short = False  # plain passes are shorter than `_LONG_S`
         self._last_drafted: dict[str, int] = {}  # request id -> step of its last draft, or of its first pass
@@ -251,7 +251,7 @@ class LengthPolicy:
         self._is_speculating = any(lengths)
         is_changed = self._probe(batch, lengths, is_tree)
         sizes = limits.sizes(lengths, is_tree)
-        self._hold(sizes, self._costs.pass_s(len(sequences)), is_changed=is_changed)
+        self._hold(self._costs.pass_s(len(sequences)), is_changed=is_changed)
         return sizes
 
     def _probe(self, batch: PlannedBatch, lengths: list[int], is_tree: list[bool]) -> bool:
@@ -266,20 +266,22 @@ class LengthPolicy:
         is_probe = probes.probe(step, self._last_drafted, lengths, batch.limits.chains)
         return is_tried or is_alone or is_probe
 
-    def _hold(self, sizes: Seq[DraftSize], plain_s: float, *, is_changed: bool) -> None:
-        """Let a plan hold for some steps where passes are short, unless it is `is_changed` for one pass."""
+    def _hold(self, plain_s: float, *, is_changed: bool) -> None:
+        """Let a plan hold for some steps where passes are short, unless it is `is_changed` for one pass.
+
+        The first plans hold for one, two, three steps: few costs are known. Later the time of plans counts more than
+        lengths that are worth nearly the same.
+        """
         self._is_short = plain_s < _LONG_S
-        # Under a time limit the longest draft changes with each pass.
-        change = abs(_mean_tokens(sizes) - _mean_tokens(self._held.values()))
-        is_settled = self._is_free and change <= max(0.5, 1.0 / len(sizes))
+        if is_changed:
+            return
         if self._is_speculating:
-            self._rest = _REST
-            hold = min(_LONG_S / plain_s, _HOLD) if is_settled else 1.0
+            hold = min(self._steady, _LONG_S / plain_s) if self._is_free else 1.0
+            self._rest, self._steady = _REST, min(self._steady + 1, _HOLD)
         else:  # longer and longer: drafts that an unlucky measurement has ended come back soon
             hold = min(self._rest, max(self._plan_s / (_PLAN_SHARE * plain_s), _REST))
-            self._rest *= 2
-        if not is_changed:
-            self._next_plan = self._step + ceil(hold)
+            self._rest, self._steady = 2 * self._rest, 1
+        self._next_plan = self._step + ceil(hold)
 
     def _is_up_to_date(self, request_id: str, step: int) -> bool:
         """True if the draft has to prefill the tokens of a few passes at most, and no prompt."""
@@ -318,7 +320,3 @@ class LengthPolicy:
         if is_tree:
             return min(limit, sequence.num_tree_nodes if sequence.num_draft_tokens > 0 else 0)
         return min(limit, sequence.num_draft_tokens, sequence.num_remaining_tokens - 1)
-
-
-def _mean_tokens(sizes: Collection[DraftSize]) -> float:
-    return sum([each.num_tokens for each in sizes]) / len(sizes) if sizes else 0.0
