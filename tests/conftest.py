@@ -10,6 +10,7 @@ import sys
 from types import FrameType
 
 import hypothesis
+import pytest
 import torch
 
 gc.disable()  # until the tests are collected: walks over their imports take a fifth of the time
@@ -55,3 +56,9 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
     gc.enable()
+
+
+@pytest.fixture
+def patient_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a target wait for its draft process as long as a loaded machine may take."""
+    monkeypatch.setattr("actors.draft.draft_link.AdaptiveTimeout.allowed_s", 30.0)

@@ -128,7 +128,7 @@ def connect(draft: CodeDraft) -> None:
     wait_for(lambda: draft.stats.is_connected, draft)
 
 
-@pytest.mark.usefixtures("classes")
+@pytest.mark.usefixtures("classes", "patient_target")
 def test_a_class_drafts_and_changes_no_token(target: Path, tmp_path: Path) -> None:
     with drafting(tmp_path, "Echo") as draft:
         connect(draft)

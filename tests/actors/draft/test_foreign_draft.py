@@ -39,6 +39,7 @@ def serving(folders: Folders, path: Path, *, is_ahead: bool) -> Iterator[None]:
         assert not thread.is_alive()
 
 
+@pytest.mark.usefixtures("patient_target")
 @pytest.mark.parametrize(("is_text", "is_ahead"), [(False, False), (False, True), (True, False)])
 def test_a_pair_with_two_tokenizers_says_what_the_target_alone_says(
     tmp_path: Path, folder: Path, is_text: bool, is_ahead: bool

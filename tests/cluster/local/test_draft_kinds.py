@@ -14,7 +14,6 @@ import pytest
 import yaml
 from textual.widgets import DataTable
 
-from actors.draft.draft_link import AdaptiveTimeout
 from cluster.cli.__main__ import main
 from cluster.cli.figures import Reading, figures_between, read_metrics
 from cluster.cli.top_view import TopView
@@ -138,12 +137,12 @@ def deployment(root: Path, kind: Kind) -> dict[str, Any]:
     }
 
 
+@pytest.mark.usefixtures("patient_target")
 @pytest.mark.parametrize("name", KINDS)
 async def test_each_surface_names_the_drafts_and_counts_them(
     name: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kind = KINDS[name]
-    monkeypatch.setattr(AdaptiveTimeout, "allowed_s", 30.0)  # a loaded machine is late; that has its own tests
     monkeypatch.syspath_prepend(str(root))  # where the class of `python` is
     args = deployment(root, kind)
     file = tmp_path / "deploy.yaml"
