@@ -1,4 +1,4 @@
-"""How the KV pool stores a token's head of D numbers: in the model's dtype, or in one byte each.
+"""Storage of a token's head of D numbers in the KV pool: in the model's dtype, or in one byte each.
 
     auto   [ D x the model's dtype ]
     int8   [ D x int8 | bfloat16 scale]  66 bytes for D = 64, against 128 in bfloat16; read by attention on processors

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from engine.attention.native import NativeAttention
 from engine.batch.indexing import runs_triton
 from engine.model.attention_probe import LayerRecord, kv_layers_of
-from engine.model.decoders.decoder_family import (
+from engine.model.decoders.families import (
     embedding_scale,
     family_of,
     layers_of,

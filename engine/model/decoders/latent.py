@@ -35,17 +35,18 @@ class LatentCall(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """What follows the first product of a layer.
+    """The norms and products of a layer after its first product.
 
     Attributes:
-        queries: from their latent; None if the first product has them.
-        query_norm: of that latent.
-        keys_values: of each head a key without its rotary part, and a value.
-        key_norm: of the latent of keys and values.
-        head_dim: numbers of a query and a key; the last are rotated.
-        num_rotated_dims: so many of them.
-        value_dim: numbers of a value.
-        epsilon: of the norms.
+        queries: the product of the queries' latent; None if the first product yields the queries.
+        query_norm: the weight of that latent's norm.
+        keys_values: the product of the latent of keys and values: for each head a key without its rotary part, and a
+            value.
+        key_norm: the weight of that latent's norm.
+        head_dim: the size of a query and a key.
+        num_rotated_dims: the number of their last dims that are rotated.
+        value_dim: the size of a value.
+        epsilon: the number added to the variance in the norms.
     """
 
     queries: Linear | None

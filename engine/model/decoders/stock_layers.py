@@ -14,7 +14,8 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.model.attention_probe import LayerRecord
 from engine.model.checkpoint.unread_weight import joined_weights
-from engine.model.decoders.decoder_family import DecoderFamily, family_of, layers_of, num_heads_of, tables_of
+from engine.model.decoders.decoder_family import DecoderFamily
+from engine.model.decoders.families import family_of, layers_of, num_heads_of, tables_of
 from engine.model.decoders.latent import Latent, first_latents, has_latents, latent_of
 from engine.model.decoders.layer_inputs import LayerInputs
 from engine.model.decoders.mlp import ExpertsBeside, Mlp

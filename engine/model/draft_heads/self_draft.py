@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from engine.config import HeadConfig, Quantization
 from engine.model.attention_probe import record_layers
-from engine.model.decoders.decoder_family import FAMILIES, layers_of
+from engine.model.decoders.families import FAMILIES, layers_of
 from engine.model.decoders.fused_decoder import FusedDecoder
 from engine.model.decoders.stock_decoder import StockDecoder, first_layers
 from engine.model.forward_batch import ForwardBatch

@@ -87,7 +87,7 @@ from engine.attention.native import native_or_torch
 from engine.attention.torch_attention import TorchAttention
 from engine.batch.span import Span
 from engine.config import KVDtype, Quantization
-from engine.model.decoders.decoder_family import rotaries
+from engine.model.decoders.families import rotaries
 from engine.model.decoders.fused_decoder import FusedDecoder
 from engine.model.decoders.native_layers import NativeLayers
 from engine.model.decoders.rotary import RotaryTable

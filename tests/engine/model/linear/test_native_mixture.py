@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from engine.config import Quantization
-from engine.model.decoders.decoder_family import FAMILIES
+from engine.model.decoders.families import FAMILIES
 from engine.model.linear.gated_linear import gated_of
 from engine.model.linear.native_mixture import NativeMixture
 from engine.model.linear.native_product import Gate
