@@ -60,7 +60,8 @@ class GraphConfig:
 
     With `batches`, one graph is recorded per batch size and per entry of `row_counts` (rows per sequence). Without
     `batches`, graphs are recorded by total rows, in small steps, up to `max_batch` sequences with the most rows each.
-    Without `row_counts` nothing is recorded. `load_engine` derives `row_counts` and the limits.
+    Without `row_counts` nothing is recorded. `load_engine` derives `row_counts` and the limits. The steps of a draft
+    model that draws ids below `draft_ids_end` are recorded too; 0 for a target.
 
     Raises:
         ConfigError: a batch has less than 1 sequence.
@@ -72,6 +73,7 @@ class GraphConfig:
     row_counts: tuple[int, ...] = ()
     max_rows: int = 2048
     has_trees: bool = False
+    draft_ids_end: int = 0
 
     def __post_init__(self) -> None:
         if any(batch < 1 for batch in self.batches):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import numpy as np
@@ -62,6 +62,13 @@ class RowLayout:
         tree_starts = np.array([span.tree_start for span in spans]) if has_trees else ends
         columns = np.array([before(num_blocks), before(num_rows), num_rows, starts, tree_starts])
         return cls(spans, columns.T, np.frombuffer(tables, np.int32), block_size, has_trees)
+
+    def moved(self, spans: Seq[Span]) -> RowLayout:
+        """Return the layout of the same chains at the places of `spans`, which end no later."""
+        columns = self.columns.copy()
+        columns[:, SpanField.START] = [span.start for span in spans]
+        columns[:, SpanField.TREE_START] = columns[:, SpanField.START] + columns[:, SpanField.NUM_ROWS]
+        return replace(self, spans=spans, columns=columns)
 
     def of_field(self, field: SpanField) -> Ints:
         """Return a number of each span, [spans]."""

@@ -82,7 +82,7 @@ def copy_into(buffer: Tensor, values: Seq[object]) -> None:
         buffer.copy_(torch.tensor(values, dtype=buffer.dtype))
 
 
-def copy_array(buffer: Tensor, values: NDArray[np.integer]) -> None:
+def copy_array(buffer: Tensor, values: NDArray[np.number]) -> None:
     """Overwrite a tensor with an array of its shape; a copy to a GPU does not block."""
     rows = torch.from_numpy(values)
     if buffer.device.type == "cuda":

@@ -54,7 +54,11 @@ def keep_top_p(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
 
     The probabilities are the softmax of the given scores, so an earlier truncation counts.
     """
-    top_p = _column(rows, _top_p, scores)
+    return cut_nuclei(scores, _column(rows, _top_p, scores))
+
+
+def cut_nuclei(scores: Tensor, top_p: Tensor) -> Tensor:
+    """`keep_top_p` with a `top_p` for each row, [R, 1]."""
     if runs_triton(scores):
         # Imported here, since processes without a GPU may have no Triton.
         from engine.sampling.triton_nucleus import nucleus_thresholds
@@ -76,7 +80,11 @@ def has_min_p(sampling: SamplingParams) -> bool:
 
 def keep_min_p(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
     """Keep the tokens at least `min_p` times as probable as the likeliest one (arXiv:2407.01082)."""
-    log_min_p = _column(rows, log_least_share, scores)
+    return cut_unlikely(scores, _column(rows, log_least_share, scores))
+
+
+def cut_unlikely(scores: Tensor, log_min_p: Tensor) -> Tensor:
+    """`keep_min_p` with the logarithm of a `min_p` for each row, [R, 1]."""
     return _cut_below(scores, scores.amax(dim=1, keepdim=True) + log_min_p)
 
 

@@ -24,6 +24,7 @@ from engine.batch.span import Span, SpanStates
 from engine.config import GraphConfig
 from engine.kv_cache.pool import KVCache
 from engine.model.cuda_graphs.buckets import GraphBucket, fitting_bucket, graph_buckets
+from engine.model.cuda_graphs.draft_steps import NUM_COMPARED, Advance, DraftSteps, HeadStates, steps_error
 from engine.model.cuda_graphs.static_batch import PlannedAttention, StaticAttention, StaticBatch
 from engine.model.forward_batch import ForwardBatch, logit_rows
 from engine.model.gpu_memory import enough_memory
@@ -128,19 +129,21 @@ class CudaGraphRunner:
             max_model_len: bounds the positions of all passes.
             vocab_size: columns of the logits.
             record: records a computation for replay, or raises RuntimeError; defaults to the device's own method.
-            trial_pool_tokens: record only the largest bucket, to see the memory that all of them take over a pool of so
-                many tokens; None for all buckets over `cache`.
+            trial_pool_tokens: record only the largest bucket, and for drafts the largest decode, to see the memory that
+                all of them take over a pool of so many tokens; None for all buckets over `cache`.
 
         Raises:
             ConfigError: the device has too little memory for the recordings.
         """
         self._forward, self._plan_attention, self._cache = forward, plan_attention, cache
         self._max_model_len, self._is_batch_invariant = max_model_len, is_batch_invariant(plan_attention)
+        # The kernels of a replay are the same, libraries may choose among theirs.
+        self._tolerance = 0.0 if self._is_batch_invariant else 0.03
         self._pool_tokens = trial_pool_tokens or cache.num_blocks * cache.block_size
         self._has_trees, self._device = graphs.has_trees, cache.device
         self._max_batch = max(graphs.batches, default=graphs.max_batch)
         self._passes: dict[GraphBucket, _RecordedBatch] = {}
-        record = record or (graph_recorder() if cache.device.type == "cuda" else None)
+        self._record = record = record or (graph_recorder() if cache.device.type == "cuda" else None)
         # Buffers that all recordings share, as large as the largest bucket needs.
         largest_first = graph_buckets(graphs)[::-1]  # the others use the memory of the largest again
         max_rows = largest_first[0].num_rows if largest_first else 0
@@ -148,8 +151,12 @@ class CudaGraphRunner:
         num_blocks = self._max_batch * -(-max_model_len // cache.block_size) + max_rows
         self._block_tables = torch.zeros(num_blocks, dtype=torch.int32, device=cache.device)
         began_s = time.monotonic()
-        self._record_all(largest_first[: 1 if trial_pool_tokens else None], record)
+        if trial_pool_tokens is not None:
+            decodes = [bucket for bucket in largest_first if bucket.rows_per_span == 1]
+            largest_first = largest_first[:1] + decodes[: 1 if graphs.draft_ids_end else 0]
+        self._record_all(largest_first, record)
         self._buckets = sorted(self._passes)
+        self._draft_steps: dict[GraphBucket, DraftSteps] = {}
         logger.info("recorded %d passes in %.1f s", len(self._passes), time.monotonic() - began_s)
 
     @property
@@ -179,11 +186,53 @@ class CudaGraphRunner:
                 return
             # Use the recording only if its replay repeats the pass.
             error_share = self._replay_error(static, bucket, compute, replay)
-            # The kernels are the same, libraries may choose among theirs.
-            if error_share <= (0.0 if self._is_batch_invariant else 0.03):
+            if error_share <= self._tolerance:
                 self._passes[bucket] = static, replay
             else:
                 logger.warning("%s is computed call by call: its replay differs by %.1f%%", bucket, 100 * error_share)
+
+    def record_steps(self, ids_end: int, states: HeadStates | None = None) -> None:
+        """Record the steps of drafts with ids below `ids_end`, for each recorded decode of a model without states.
+
+        They are compared with passes that the host lays out one by one, as each pass is with its replay.
+
+        Args:
+            ids_end: may be above the model's own ids.
+            states: a head's, for the most rows of a pass, if it is a head that is recorded.
+
+        Raises:
+            ConfigError: the device has too little memory for the recordings.
+        """
+        if self._cache.states is not None:
+            return
+        num_ids, record = min(ids_end, self._logits.shape[1]), self._record
+
+        def forward(spans: Seq[Span], input_ids: Tensor) -> Tensor:
+            batch = ForwardBatch.of(spans, self._cache, self._plan_attention)
+            batch.input_ids.copy_(input_ids)
+            return self._forward(batch, self._logits[: len(spans)]).logits[:, :num_ids]
+
+        num_steps = min(NUM_COMPARED, self._cache.block_size)
+        probe = Span([0] * num_steps, 0, [self._cache.num_blocks - 1], num_steps)
+        for bucket in [bucket for bucket in self._buckets if bucket.rows_per_span == 1]:
+            logits = self._logits[: bucket.num_rows, :num_ids]
+            own = None if states is None else states.head(bucket.num_rows)
+            steps = DraftSteps(*self._passes[bucket], logits, own, has_kernels=is_triton(self._plan_attention))
+            if record is not None:
+                try:
+                    with enough_memory(self._device, f"recorded draws of {bucket.num_rows} rows", _REMEDY):
+                        steps.record(partial(_recorded, record))
+                except RuntimeError as error:
+                    logger.warning(
+                        "drafts are drawn call by call, as draws of this model cannot be recorded: %s", error
+                    )
+                    return
+                error_share = steps_error(steps, [probe] * bucket.num_rows, forward, _error_share)
+                if error_share > self._tolerance:
+                    differing = "steps of %d drafts are computed call by call: recorded, they differ by %.1f%%"
+                    logger.warning(differing, bucket.num_rows, 100 * error_share)
+                    continue
+            self._draft_steps[bucket] = steps
 
     def _replay_error(self, static: StaticBatch, bucket: GraphBucket, compute: Compute, replay: Compute) -> float:
         """Largest distance of a replay's row from the computed one, relative to its spread, on tokens of its own.
@@ -202,12 +251,7 @@ class CudaGraphRunner:
         expected = compute().logits.clone()
         self._logits.zero_()
         found = replay().logits
-        is_equal = found == expected  # also where both are -inf: a masked token
-        difference = (found - expected).masked_fill(is_equal, 0.0)
-        finite = expected.where(expected.isfinite(), torch.nan)
-        spread = (finite - finite.nanmean(dim=-1, keepdim=True)).nan_to_num().norm(dim=-1)
-        share = float((difference.norm(dim=-1) / spread).max())
-        return share if share == share else float("inf")  # noqa: PLR0124  # NaN is no agreement
+        return _error_share(found, expected)
 
     def forward(self, spans: Seq[Span], input_ids: Tensor | None = None) -> ForwardOutput | None:
         """Compute a pass over `spans`; None if they fit no recording. The output is valid until the next call.
@@ -235,17 +279,10 @@ class CudaGraphRunner:
         num_steps = len(spans[0].token_ids)
         return [RecordedStep(input_ids, [span.at_step(step) for span in spans]) for step in range(num_steps)]
 
-    def run(self, step: RecordedStep) -> Tensor:
-        """Compute the logits of a step, valid until the next pass."""
-        recorded = self._fitting(step.spans)
-        assert recorded is not None, "plan_steps found a bucket"
-        static, replay = recorded
-        if not static.fill(step.spans):
-            batch = ForwardBatch.of(step.spans, self._cache, self._plan_attention)
-            batch.input_ids.copy_(step.input_ids)
-            return self._forward(batch, self._logits[: len(step.spans)]).logits
-        static.batch.input_ids[: len(step.spans)].copy_(step.input_ids)
-        return replay().logits[: len(step.spans)]
+    def draft_steps(self, spans: Seq[Span]) -> DraftSteps | None:
+        """Return the steps that compute the tokens of `spans` one after the other; None if they are not recorded."""
+        bucket = self._bucket_of([span.at_step(0) for span in spans])
+        return None if bucket is None else self._draft_steps.get(bucket)
 
     def _fitting(self, spans: Seq[Span]) -> _RecordedBatch | None:
         if not self._has_trees and any(span.parents for span in spans):
@@ -270,3 +307,18 @@ class CudaGraphRunner:
             has_trees=self._has_trees and bucket.rows_per_span > 1,
             batch_invariant=(self._max_model_len, self._pool_tokens) if self._is_batch_invariant else None,
         )
+
+
+def _error_share(found: Tensor, expected: Tensor) -> float:
+    """Return the largest distance of a row of logits from the expected one, relative to its spread."""
+    is_equal = found == expected  # also where both are -inf: a masked token
+    difference = (found - expected).masked_fill(is_equal, 0.0)
+    finite = expected.where(expected.isfinite(), torch.nan)
+    spread = (finite - finite.nanmean(dim=-1, keepdim=True)).nan_to_num().norm(dim=-1)
+    share = float((difference.norm(dim=-1) / spread).max())
+    return share if share == share else float("inf")  # noqa: PLR0124  # NaN is no agreement
+
+
+def _recorded(record: Record, advance: Advance) -> Advance:
+    replay = record(lambda: ForwardOutput(advance()))
+    return lambda: replay().logits

@@ -49,6 +49,7 @@ class _WorkList:
 
     def __init__(self, buffer: Tensor) -> None:
         self._buffer = buffer  # [most rows, fields] int32
+        self._steps: Tensor  # [passes, most rows, fields]
         self._num_rows = 0
 
     def __len__(self) -> int:
@@ -64,6 +65,23 @@ class _WorkList:
             filled[: len(rows)] = rows
             copy_array(self._buffer[:num_sent], filled)
         self._num_rows = len(rows)
+
+    def reserve_steps(self, num_steps: int) -> None:
+        """Make room for the rows of so many passes at a time."""
+        with torch.inference_mode(False):
+            self._steps = self._buffer.new_zeros(num_steps, *self._buffer.shape)
+
+    def fill_steps(self, steps: Seq[Ints]) -> None:
+        """Keep the rows of each pass, for `take`. Nothing waits for the device."""
+        filled = np.zeros((len(steps), *self._buffer.shape), np.int32)
+        for kept, rows in zip(filled, steps, strict=True):
+            kept[: len(rows)] = rows
+        copy_array(self._steps[: len(steps)], filled)
+        self._num_rows = len(self._buffer)
+
+    def take(self, step: Tensor) -> None:
+        """Replace the rows by the rows of a pass."""
+        torch.index_select(self._steps, 0, step, out=self._buffer[None])
 
 
 class _StaticLaunch(NamedTuple):
@@ -123,6 +141,30 @@ class TiledAttention(StaticAttention):
             launch.fill(plan)
             _fill_masks(launch.launch.masks, layout.spans, window=key[0])
         return True
+
+    def reserve_steps(self, num_steps: int) -> None:
+        for launch in self._launches.values():
+            launch.tiles.reserve_steps(num_steps)
+            launch.merges.reserve_steps(num_steps)
+
+    def fill_steps(self, layouts: Seq[RowLayout]) -> bool:
+        plans = [
+            [self._plan(launch, layout, window, heads) for layout in layouts]
+            for (window, heads), launch in self._launches.items()
+        ]
+        launches = self._launches.values()
+        if not all(launch.has_room(plan) for launch, steps in zip(launches, plans, strict=True) for plan in steps):
+            return False
+        copy_array(self._block_tables[: len(layouts[0].tables)], layouts[0].tables)
+        for launch, steps in zip(launches, plans, strict=True):
+            launch.tiles.fill_steps([plan.tiles for plan in steps])
+            launch.merges.fill_steps([plan.merges for plan in steps])
+        return True
+
+    def take(self, step: Tensor) -> None:
+        for launch in self._launches.values():
+            launch.tiles.take(step)
+            launch.merges.take(step)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
         self._cache.write(layer, self.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))

@@ -43,6 +43,7 @@ class StaticBatch:
         self._attention = attention
         self._numbers = torch.zeros(3, bucket.num_rows, dtype=torch.long, device=cache.device)  # ids, positions, slots
         self._numbers[2] = scratch_block * cache.block_size
+        self._steps: Tensor  # [passes, 2, T] positions and slots
         ids, positions, slots = self._numbers
         self._states: StaticStates | None = None
         if cache.states is not None:
@@ -63,6 +64,32 @@ class StaticBatch:
             self._states.fill(padded)
         return self._attention.fill(layout)
 
+    def reserve_steps(self, num_steps: int) -> None:
+        """Make room for so many passes at a time, of models without recurrent layers.
+
+        Call it after the first computation.
+        """
+        self._steps = self._numbers.new_zeros(num_steps, *self._numbers[1:].shape)
+        self._attention.reserve_steps(num_steps)
+
+    def fill_steps(self, spans: Seq[Span]) -> bool:
+        """Lay out a pass for each token of `spans`, all of one length; `take` chooses among them.
+
+        False if the attention has no room for them. Nothing waits for the device.
+        """
+        steps = [[span.at_step(step) for span in spans] for step in range(len(spans[0].token_ids))]
+        passes = [pad(step, self._bucket, self._scratch_block, self._block_size) for step in steps]
+        last = RowLayout.of(passes[-1], self._block_size)  # its block tables are as long as any pass needs
+        layouts = [last.moved(padded) for padded in passes]
+        numbers = [_numbers_of(layout, self._bucket.num_rows)[1:] for layout in layouts]
+        copy_array(self._steps[: len(steps)], np.stack(numbers))
+        return self._attention.fill_steps(layouts)
+
+    def take(self, step: Tensor) -> None:
+        """Make `step` [1] int64, on the device, the pass that is computed next; its tokens are not changed."""
+        torch.index_select(self._steps, 0, step, out=self._numbers[None, 1:])
+        self._attention.take(step)
+
 
 class StaticAttention(AttentionPass):
     """The attention of a `StaticBatch`."""
@@ -73,6 +100,18 @@ class StaticAttention(AttentionPass):
     def fill(self, layout: RowLayout) -> bool:
         """Lay out the padded pass; False if it takes more work than there is room for."""
 
+    @abstractmethod
+    def reserve_steps(self, num_steps: int) -> None:
+        """Make room for so many passes at a time."""
+
+    @abstractmethod
+    def fill_steps(self, layouts: Seq[RowLayout]) -> bool:
+        """Lay out padded passes with one set of block tables; False if one takes more work than there is room for."""
+
+    @abstractmethod
+    def take(self, step: Tensor) -> None:
+        """Make `step` [1] int64, on the device, the pass that is computed next."""
+
 
 class PlannedAttention(StaticAttention):
     """Attention planned again for every pass: computed call by call, never replayed."""
@@ -81,10 +120,22 @@ class PlannedAttention(StaticAttention):
         self._cache = cache
         self._plan_attention = plan_attention
         self._planned: AttentionPass | None = None
+        self._layouts: Seq[RowLayout] = ()
 
     def fill(self, layout: RowLayout) -> bool:
         self._planned = self._plan_attention(layout.spans, self._cache, self.slots)
         return True
+
+    def reserve_steps(self, num_steps: int) -> None:
+        """Do nothing: each pass is planned when it is taken."""
+
+    def fill_steps(self, layouts: Seq[RowLayout]) -> bool:
+        self._layouts = layouts
+        return True
+
+    def take(self, step: Tensor) -> None:
+        if (index := int(step)) < len(self._layouts):
+            self.fill(self._layouts[index])
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
         assert self._planned is not None, "a pass is filled before it is computed"

@@ -80,6 +80,12 @@ class Eagle3Head:
         hidden, normed = self._layers(batch, pairs, residual)
         return normed if self._norms.norm_output else hidden
 
+    def step(self, batch: ForwardBatch, states: Tensor) -> Tensor:
+        return self.forward(batch, states)
+
+    def no_states(self, num_rows: int) -> Tensor:
+        return self._hidden_norm.new_zeros(num_rows, len(self._hidden_norm))
+
     @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:
         """[R, S] -> [R, V of the target] float32; a token that the head does not know has `UNKNOWN`."""

@@ -59,6 +59,12 @@ class RecurrentHead(DraftHead, Protocol):
         Their KV is in the pass's slots afterwards.
         """
 
+    def step(self, batch: ForwardBatch, states: Tensor) -> Tensor:
+        """`forward` after a draft that `step` or the last module has made."""
+
+    def no_states(self, num_rows: int) -> Tensor:
+        """Return new states of zeros, [R, S]."""
+
     def logits(self, states: Tensor) -> Tensor:
         """[R, S] -> [R, V of the target] float32; tokens unknown to the head get `UNKNOWN`."""
 

@@ -84,6 +84,13 @@ class MtpHead:
         found = self._step(batch.input_ids, batch.position_ids, states, batch.attention, module)
         return found if batch.logit_rows is None else found.index_select(0, batch.logit_rows)
 
+    def step(self, batch: ForwardBatch, states: Tensor) -> Tensor:
+        return self.forward(batch, states, self.num_modules - 1)
+
+    def no_states(self, num_rows: int) -> Tensor:
+        embedding: Tensor = self._model.embed_tokens.weight
+        return embedding.new_zeros(num_rows, embedding.shape[1])
+
     @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:
         return self.lm_head(states / self._scale if self._scale != 1.0 else states).float()

@@ -66,6 +66,11 @@ class ModelPool:
             rounding=_rounding(model, device),
         )
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the pool."""
+        return self._cache.device
+
     def move(self, moves: Seq[KVMove]) -> None:
         """Perform all `moves` in the pool as one batch; the next pass reads the result."""
         if moves:

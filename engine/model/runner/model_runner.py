@@ -21,6 +21,7 @@ from engine.kv_cache.kv_dtype import kv_name
 from engine.model.checkpoint.dtype import resolve_dtype
 from engine.model.checkpoint.end_tokens import ids_without_token, refuse_tokens_without_rows
 from engine.model.cuda_graphs.buckets import graph_buckets
+from engine.model.cuda_graphs.draft_steps import DraftSteps
 from engine.model.cuda_graphs.graph_runner import CudaGraphRunner, ForwardOutput, RecordedStep
 from engine.model.draft_heads.loader import Head
 from engine.model.forward_batch import ForwardBatch, plan_steps
@@ -28,6 +29,7 @@ from engine.model.generation_config import eos_token_ids, length_limit, max_posi
 from engine.model.gpu_memory import MemoryMeter, enough_memory, memory_meter
 from engine.model.loader import model_folder, model_version, resolve_device
 from engine.model.runner.gpu_passes import PassQueue, has_recordings, warm_up
+from engine.model.runner.head_steps import head_steps
 from engine.model.runner.model_pool import ModelPool
 from engine.model.runner.served_weights import load_weights
 from engine.model.tensor_parallel import ALONE, Rank
@@ -95,6 +97,8 @@ class ModelRunner(ModelPool):
         self._queue = PassQueue.of(device)
         self._features: Tensor | None = None
         self._graphs: CudaGraphRunner | None = None
+        self._head_graphs: CudaGraphRunner | None = None
+        self._graph_config = model.graphs if has_graphs else None
         # Size the pool: on a GPU it gets the rest after the weights and the widest pass.
         if meter is not None:
             cache = self._measured(meter, cache, model.graphs, stock, max_model_len, has_graphs=has_graphs)
@@ -103,16 +107,18 @@ class ModelRunner(ModelPool):
         self.model_version = model_version(model.path, model.quantization, str(dtype), kv_name(kind, dtype))
         self.kv_layout = self.layout_of(model, self.model_version, head, kv_name(kind, dtype), device)
         self.max_model_len = length_limit(stock.config, max_model_len, self.num_blocks * self.block_size)
-        self._prepare_passes(model.graphs if has_graphs else None, device)
+        self._prepare_passes(device)
 
-    def _prepare_passes(self, graphs: GraphConfig | None, device: torch.device) -> None:
-        """Compile the passes over the pool, and record the passes of `graphs`."""
+    def _prepare_passes(self, device: torch.device) -> None:
+        """Compile the passes over the pool, and record the small ones."""
+        graphs = self._graph_config
         if device.type == "cuda":
             with enough_memory(device, "a pass over a prompt", _PASSES_REMEDY):
                 warm_up(self._compute, self.block_size, self.max_model_len)
         if graphs is not None:
             with enough_memory(device, "the buffers of recorded passes", _PASSES_REMEDY):
                 self._graphs = self._record(graphs, self.max_model_len)
+                self._head_graphs = self._record_head(graphs, self.max_model_len)
 
     def _read_generation(self, stock: PreTrainedModel, model: ModelConfig) -> None:
         """Read end tokens and sampling defaults; mask the head's rows without a token, whose text would be empty."""
@@ -137,7 +143,12 @@ class ModelRunner(ModelPool):
 
     @head.setter
     def head(self, head: Head | None) -> None:
-        self._weights.head = head
+        self._weights.head, self._head_graphs = head, None  # the recordings read the former head
+        if self._graph_config is not None:
+            try:
+                self._head_graphs = self._record_head(self._graph_config, self.max_model_len)
+            except ConfigError as error:
+                logger.warning("steps of the new head are computed call by call: %s", error)
 
     def load_head(self, path: str) -> Head:
         """Return another head for this model, which may replace `head` between two passes. Any thread may call it.
@@ -159,29 +170,46 @@ class ModelRunner(ModelPool):
     ) -> CacheConfig:
         """Return `cache` with the bytes that weights, the widest pass and the recordings leave on the GPU."""
         meter.loaded()
+        recorded: tuple[CudaGraphRunner | None, ...] = ()
         with enough_memory(self._weights.device, "the widest pass over a prompt", _PASSES_REMEDY):
             self.make_pool(replace(cache, num_blocks=1, num_states=1), KVDtype(cache.dtype), has_padding=has_graphs)
             max_rows = min(graphs.max_rows, max_positions(stock.config) or graphs.max_rows)
             self._compute([Span([0] * max_rows, 0, [0] * -(-max_rows // self.block_size), 1)])
             if has_graphs:
-                # The largest recording alone: the others reuse its memory. The pool it depends on is not known yet.
+                # The largest recordings alone: the others reuse their memory. The pool it depends on is not known yet.
                 most_tokens = max(1, meter.most_bytes() // self._bytes_per_rank_block) * self.block_size
                 max_len = length_limit(stock.config, max_model_len, most_tokens)
-                self._record(graphs, max_len, most_tokens)
+                recorded = self._record(graphs, max_len, most_tokens), self._record_head(graphs, max_len, most_tokens)
         widest = max((bucket.num_rows for bucket in graph_buckets(graphs)), default=graphs.max_batch)
         trial_bytes = (1 + has_graphs) * self._bytes_per_rank_block
         logits_bytes = widest * self.vocab_size * torch.float32.itemsize
         pool_bytes = meter.pool_bytes(
             trial_bytes, self._bytes_per_rank_block, logits_bytes, self._weights.second_head_bytes
         )
-        del self._cache
+        del self._cache, recorded
         torch.cuda.empty_cache()
         num_bytes = self._rank.size * self._rank.least(pool_bytes)
         return replace(cache, memory_bytes=num_bytes, gpu_memory_utilization=None)
 
     def _record(self, graphs: GraphConfig, max_model_len: int, trial_pool_tokens: int | None = None) -> CudaGraphRunner:
-        return CudaGraphRunner(
+        passes = CudaGraphRunner(
             self._pass,
+            self._cache,
+            self._plan_attention,
+            graphs,
+            max_model_len,
+            self.vocab_size,
+            trial_pool_tokens=trial_pool_tokens,
+        )
+        if graphs.draft_ids_end:
+            passes.record_steps(graphs.draft_ids_end)
+        return passes
+
+    def _record_head(
+        self, graphs: GraphConfig, max_model_len: int, trial_pool_tokens: int | None = None
+    ) -> CudaGraphRunner | None:
+        return head_steps(
+            self.head,
             self._cache,
             self._plan_attention,
             graphs,
@@ -255,9 +283,16 @@ class ModelRunner(ModelPool):
     def run(self, step: ForwardBatch | RecordedStep) -> Tensor:
         """`forward` for a pass laid out beforehand."""
         if isinstance(step, RecordedStep):
-            assert self._graphs is not None, "recorded steps come from it"
-            return self._graphs.run(step)
+            return self._compute(step.spans, step.input_ids)
         return self._model.forward(step)
+
+    def draft_steps(self, spans: Seq[Span]) -> DraftSteps | None:
+        """Return recorded steps for the tokens of `spans`, up to `MAX_STEPS` each; None if they are not recorded."""
+        return None if self._graphs is None else self._graphs.draft_steps(spans)
+
+    def head_steps(self, spans: Seq[Span]) -> DraftSteps | None:
+        """`draft_steps` of the head."""
+        return None if self._head_graphs is None else self._head_graphs.draft_steps(spans)
 
 
 def _attention_of(model: ModelConfig, kind: KVDtype, device: torch.device) -> PlanAttention:

@@ -13,7 +13,7 @@ from engine.batch.span import Span
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.draft_model.draft_sequence import DraftSequence, DraftSequences
 from engine.proposer.growth.block import Blocks
-from engine.proposer.growth.chain import Chain, ChainSampler, next_steps
+from engine.proposer.growth.chain import Chain, ChainSampler, begun, next_steps
 from engine.proposer.growth.tree import Tree
 from engine.proposer.growth.tree_sampler import TreeSampler
 from engine.proposer.vocab_mapping.translation import Translation
@@ -91,16 +91,28 @@ class DraftModel:
             if len(growing) < len(chains):
                 chains = [chains[row] for row in growing]
                 token_ids = token_ids if token_ids is None else token_ids[index_tensor(growing, token_ids.device)]
-            steps = self.runner.plan_own_steps(next_steps(chains))
             if token_ids is None:
-                token_ids = index_tensor((chain.last_id for chain in chains), steps[0].input_ids.device)
-            for step in steps:
-                if is_stopped():
-                    self.sampler.give_up()
-                    return False
-                step.input_ids.copy_(self.translation.feed(token_ids))
-                token_ids = self.sampler.extend(chains, self.translation.align(self.runner.run(step)))
+                token_ids = index_tensor((chain.last_id for chain in chains), self.runner.device)
+            token_ids = self._run_steps(chains, token_ids, is_stopped)
+            if token_ids is None:
+                self.sampler.give_up()
+                return False
         return True
+
+    def _run_steps(self, chains: Seq[Chain], token_ids: Tensor, is_stopped: Callable[[], bool]) -> Tensor | None:
+        """Decode chains after their last tokens `token_ids` until the first is long enough; None if stopped early.
+
+        Return the drafted last tokens.
+        """
+        spans = next_steps(chains)
+        if recorded := begun(self.runner.draft_steps(spans), chains, spans, token_ids):
+            return recorded.last_ids if self.sampler.run_steps(recorded, chains, is_stopped) else None
+        for step in self.runner.plan_own_steps(spans):
+            if is_stopped():
+                return None
+            step.input_ids.copy_(self.translation.feed(token_ids))
+            token_ids = self.sampler.extend(chains, self.translation.align(self.runner.run(step)))
+        return token_ids
 
     def _grow_blocks(self, chains: Seq[Chain], mask_id: int) -> bool:
         """Draft all tokens of every chain in one pass over its last token and masks; return True."""

@@ -117,6 +117,8 @@ class ModelProposer:
         Raises:
             ConfigError: the model cannot be served, or does not fit the target.
         """
+        if translation is None:  # the device draws ids of the target
+            model = replace(model, graphs=replace(model.graphs, draft_ids_end=target_vocab_size or 1 << 30))
         runner = ModelRunner(model, cache)
         states = None
         if runner.num_states:

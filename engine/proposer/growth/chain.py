@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.batch.draft import Draft, SparseDistribution
 from engine.batch.span import Span
+from engine.model.cuda_graphs.draft_steps import MAX_STEPS, DraftSteps
 from engine.native.library import are_finite
 from engine.sampling.grammar import GrammarMatcher
 from engine.sampling.logits_row import LogitsRow
@@ -19,6 +20,7 @@ from engine.sampling.noise import Purpose, limited_threads
 from engine.sampling.penalties import has_penalties
 from engine.sampling.sampler import Sampler
 from engine.sampling.sparse_distribution import one_hot
+from engine.sampling.step_draw import is_drawn_in_steps
 from engine.sequence.sequence import RequestTokens, span_states
 from engine.verifier.verify_task import IMPOSSIBLE_ID
 from protos.messages import VerifyMode
@@ -90,6 +92,11 @@ class Chain:
         return self._matcher is not None or not self.is_coupled or has_penalties(self.row.sampling)
 
     @property
+    def is_drawn_in_steps(self) -> bool:
+        """True if its noise and limits can be on the device before its logits."""
+        return not self.needs_tokens and is_drawn_in_steps(self.row.sampling)
+
+    @property
     def last_id(self) -> int:
         """The next input token."""
         return self.token_ids[-1] if self.token_ids else self.row.token_ids[-1]
@@ -136,8 +143,20 @@ class Chain:
 
 def next_steps(chains: Seq[Chain]) -> list[Span]:
     """Return a span of input tokens per chain, all of one length; only the first token of each is known yet."""
-    num_steps = min(16, *(chain.num_left for chain in chains))
+    num_steps = min(MAX_STEPS, *(chain.num_left for chain in chains))
     return [chain.next_span(num_steps) for chain in chains]
+
+
+def begun(
+    steps: DraftSteps | None, chains: Seq[Chain], spans: Seq[Span], last_ids: Tensor, states: Tensor | None = None
+) -> DraftSteps | None:
+    """Begin recorded steps of `next_steps`, unless only the host can choose a chain's tokens: then return None.
+
+    The chains end with `last_ids` [B], on the device; the `states` [B, S] after them are a head's.
+    """
+    if steps is None or not all(chain.is_drawn_in_steps for chain in chains):
+        return None
+    return steps if steps.begin(spans, [chain.row for chain in chains], last_ids, states) else None
 
 
 def row_after(sequence: RequestTokens, prefix_ids: Seq[int], draft_ids: Seq[int]) -> LogitsRow:
@@ -182,12 +201,30 @@ class ChainSampler:
                 token_ids = self._sampler.draw(logits, rows)
             else:
                 token_ids = self._choose_mixed(chains, self._sampler.apply_processors(logits, rows), rows)
-        self._unread.append((chains, token_ids.where(are_valid, -1 - token_ids)))
-        for chain in chains:
-            chain.add(self._read)
+        self._add(chains, token_ids.where(are_valid, -1 - token_ids))
         if any(chain.needs_tokens for chain in chains):
             self._read()
         return token_ids
+
+    def run_steps(self, steps: DraftSteps, chains: Seq[Chain], is_stopped: Callable[[], bool] = lambda: False) -> bool:
+        """Append the tokens of `begun` steps; return False if `is_stopped` ended it early.
+
+        On a GPU the host only issues the steps.
+        """
+        for _ in range(steps.num_steps):
+            if is_stopped():
+                return False
+            steps.decode()
+            steps.advance()
+        for token_ids in steps.drawn():
+            self._add(chains, token_ids)
+        return True
+
+    def _add(self, chains: Seq[Chain], token_ids: Tensor) -> None:
+        """Append a token on the device to each chain, [B] int64: -1 - id for one whose logits were not finite."""
+        self._unread.append((chains, token_ids))
+        for chain in chains:
+            chain.add(self._read)
 
     def give_up(self) -> None:
         """Forget the tokens on the device; their chains have no further use."""

@@ -19,9 +19,8 @@ from engine.batch.span import Span
 from engine.config import TreeConfig
 from engine.model.draft_heads.head import RecurrentHead
 from engine.model.draft_heads.mtp import MtpHead
-from engine.model.forward_batch import ForwardBatch
 from engine.model.runner.model_runner import ModelRunner
-from engine.proposer.growth.chain import Chain, next_steps
+from engine.proposer.growth.chain import Chain, begun, next_steps
 from engine.proposer.growth.tree import Tree
 from engine.proposer.hidden_state.state_proposer import StateProposer
 from engine.sequence.sequence import RequestTokens
@@ -41,19 +40,20 @@ class RecurrentProposer(StateProposer):
     def _grow(self, chains: Seq[Chain], states: Tensor) -> None:
         self._grow_after(chains, states, self._chain_sampler.extend(chains, self._head.logits(states)))
 
-    def _forward(self, step: ForwardBatch, states: Tensor) -> Tensor:
-        """Return the next states of chains; the step has their tokens."""
-        return self._head.forward(step, states)
-
     def _grow_after(self, chains: Seq[Chain], states: Tensor, token_ids: Tensor) -> None:
         """Extend chains after their last tokens `token_ids` [B], which were drawn from `states`."""
         while growing := [row for row, chain in enumerate(chains) if chain.num_left > 0]:
             if len(growing) < len(chains):
                 index = index_tensor(growing, states.device)
                 chains, states, token_ids = [chains[row] for row in growing], states[index], token_ids[index]
-            for step in self._runner.plan_steps(next_steps(chains)):
+            spans = next_steps(chains)
+            if recorded := begun(self._runner.head_steps(spans), chains, spans, token_ids, states):
+                self._chain_sampler.run_steps(recorded, chains)
+                token_ids, states = recorded.last_ids, recorded.states
+                continue
+            for step in self._runner.plan_steps(spans):
                 step.input_ids.copy_(token_ids)
-                states = self._forward(step, states)
+                states = self._head.step(step, states)
                 token_ids = self._chain_sampler.extend(chains, self._head.logits(states))
 
     def _branch(self, trees: Seq[Tree], states: Tensor) -> None:
@@ -141,9 +141,6 @@ class MtpProposer(RecurrentProposer):
             last = [self._last_states(chain.sequence, end + 1, states) for chain, end in zip(chains, ends, strict=True)]
             inputs = [torch.cat((each[module], output)) for each, output in zip(last, outputs, strict=True)]
         self._grow_after(chains, states, token_ids)
-
-    def _forward(self, step: ForwardBatch, states: Tensor) -> Tensor:
-        return self._mtp.forward(step, states, self._mtp.num_modules - 1)
 
     def _run(self, module: int, spans: Seq[Span], inputs: Seq[Tensor], ids: Tensor | None = None) -> Seq[Tensor]:
         """Return a module's state for each of the inputs, which have the rows of `spans`; `ids` are their tokens."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,9 +125,9 @@ def test_recorded_passes_keep_the_states_of_plain_ones(name: str, tmp_path: Path
 
 
 def test_recorded_steps_of_a_draft_model_go_on_from_their_own_states(tmp_path: Path, triton_mixers: list[int]) -> None:
-    """One branch keeps a state after each token, the other its last one alone."""
+    """One branch keeps a state after each token, the other its last one alone. The host lays out step by step."""
     folder = write(tmp_path, "lfm2")
-    plain, padded = runner(folder, NO_GRAPHS), runner(folder, GRAPHS)
+    plain, padded = runner(folder, NO_GRAPHS), runner(folder, replace(GRAPHS, draft_ids_end=VOCAB_SIZE))
     prompts = [Span([5, 6, 7, 8], 0, [index], 1, states=SpanStates(0, {4: 1 + index})) for index in range(2)]
     slots = ({1: 3, 2: 4, 3: 5}, dict.fromkeys(range(1, 4), 6))
     spans = [
@@ -135,6 +136,7 @@ def test_recorded_steps_of_a_draft_model_go_on_from_their_own_states(tmp_path: P
     ]
     for each in (plain, padded):
         each.forward(prompts)
+    assert padded.draft_steps(spans) is None
     steps, recorded = plain.plan_own_steps(spans), padded.plan_own_steps(spans)
     assert all(isinstance(step, RecordedStep) for step in recorded)
     for number, pair in enumerate(zip(steps, recorded, strict=True)):

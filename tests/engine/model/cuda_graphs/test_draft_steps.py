@@ -1,0 +1,351 @@
+"""Recorded steps of a draft model draft the tokens of steps that the host lays out one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.attention.triton_tiles import RowLayout
+from engine.batch.draft import Draft
+from engine.batch.span import Span
+from engine.config import CacheConfig, GraphConfig, GraphKind, ModelConfig
+from engine.kv_cache.block_manager import BlockManager
+from engine.model.cuda_graphs.draft_steps import MAX_STEPS, DraftSteps
+from engine.model.cuda_graphs.graph_runner import Compute, CudaGraphRunner
+from engine.model.cuda_graphs.static_batch import PlannedAttention, StaticBatch
+from engine.model.runner.model_runner import ModelRunner
+from engine.proposer.draft_model.model_proposer import ModelProposer
+from engine.sampling.noise import noise_keys
+from engine.sequence.sequence import Sequence
+from protos.messages import SamplingParams, VerifyMode
+from tests.engine.fixtures.builders import make_scheduled, make_sequence
+from tests.engine.fixtures.checkpoints import VOCAB_SIZE, write_checkpoint
+
+BATCHES = (1, 2, 4, 8)
+EAGER = GraphConfig(GraphKind.EAGER, BATCHES, row_counts=(1, 5), draft_ids_end=VOCAB_SIZE)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=400)
+SAMPLED = SamplingParams(temperature=0.7, max_tokens=400)
+SAMPLINGS = {
+    "greedy": GREEDY,
+    "sampled": SAMPLED,
+    "top_p": replace(SAMPLED, top_p=0.9),
+    "min_p": replace(SAMPLED, temperature=1.3, min_p=0.1),
+}
+BY_HOST = {
+    "penalties": replace(SAMPLED, presence_penalty=0.5),
+    "bias": replace(GREEDY, logit_bias=((7, 3.0),)),
+    "top_k": replace(SAMPLED, top_k=5),
+    "bad words": replace(GREEDY, bad_words=((7,),)),
+    "min_tokens": replace(GREEDY, min_tokens=3, stop_token_ids=(0,)),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("draft")
+    write_checkpoint(path, seed=0)
+    return path
+
+
+@pytest.fixture
+def num_begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of steps in each recorded run."""
+    begun: list[int] = []
+    begin = DraftSteps.begin
+
+    def counted(steps: DraftSteps, spans: Seq[Span], *others: object) -> bool:
+        begun.append(len(spans[0].token_ids))
+        return begin(steps, spans, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(DraftSteps, "begin", counted)
+    return begun
+
+
+def proposer(
+    folder: Path, graphs: GraphConfig, attention: str = "torch", target_vocab_size: int | None = None
+) -> ModelProposer:
+    device = "cuda" if attention == "triton" and torch.cuda.is_available() else "cpu"
+    kind = GraphKind.AUTO if device == "cuda" and graphs.kind is GraphKind.EAGER else graphs.kind
+    model = ModelConfig(str(folder), "float32", device, attention=attention, graphs=replace(graphs, kind=kind))
+    runner = ModelRunner(model, CacheConfig(4, num_blocks=160))
+    blocks = BlockManager(runner.num_blocks, runner.block_size, runner.model_version)
+    return ModelProposer(runner, blocks, max_tokens_per_round=256, target_vocab_size=target_vocab_size)
+
+
+def sequences_of(
+    samplings: Seq[SamplingParams], verify: VerifyMode = VerifyMode.COUPLED, lengths: Seq[int] = (3, 40, 17, 8, 1, 23)
+) -> list[Sequence]:
+    generator = torch.Generator().manual_seed(3)
+    made = []
+    for index, sampling in enumerate(samplings):
+        length = lengths[index % len(lengths)]
+        prompt = tuple(torch.randint(1, VOCAB_SIZE, (length,), generator=generator).tolist())
+        made.append(make_sequence(str(index), prompt, replace(sampling, seed=index), verify=verify))
+    return made
+
+
+def rounds(drafter: ModelProposer, sequences: Seq[Sequence], nums_drafts: Seq[int], num_rounds: int = 3) -> list[Draft]:
+    """Draft, accept the first drafts of each sequence, and draft again."""
+    found: list[Draft] = []
+    for sequence in sequences:
+        drafter.open(sequence)
+    for number in range(num_rounds):
+        queries = [make_scheduled(each, num) for each, num in zip(sequences, nums_drafts, strict=True)]
+        drafts = drafter.propose(queries)
+        drafter.sequences.check_integrity()
+        for index, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):
+            sequence.token_ids += [*draft.token_ids[: (index + number) % 4], 1 + (7 * index + number) % 60]
+        found += drafts
+    for sequence in sequences:
+        drafter.close(sequence.request_id)
+    return found
+
+
+def plain_rounds(folder: Path, make: Callable[[], list[Sequence]], nums_drafts: Seq[int]) -> list[Draft]:
+    return rounds(proposer(folder, GraphConfig(GraphKind.OFF)), make(), nums_drafts)
+
+
+@pytest.mark.parametrize(
+    ("batch", "attention"), [*((batch, "torch") for batch in (1, 2, 3, 5, 8)), (1, "triton"), (5, "triton")]
+)
+def test_steps_draft_what_the_host_would_have_drafted_token_by_token(
+    folder: Path, num_begun: list[int], batch: int, attention: str
+) -> None:
+    """All samplings in one batch, lengths that differ, drafts that end early; with `triton` a GPU replays them."""
+    make = partial(sequences_of, [*SAMPLINGS.values()] * 2)
+    nums_drafts = [4, 2, 4, 5, 1, 4, 3, 4][:batch]
+    drafter = proposer(folder, EAGER, attention)
+    found = rounds(drafter, make()[:batch], nums_drafts)
+    assert len(num_begun) >= 3
+    assert found == plain_rounds(folder, lambda: make()[:batch], nums_drafts)
+    assert [len(draft.token_ids) for draft in found[:batch]] == nums_drafts
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_steps_draw_as_the_sampler_does(folder: Path, num_begun: list[int], name: str) -> None:
+    make = partial(sequences_of, [SAMPLINGS[name]] * 4)
+    found = rounds(proposer(folder, EAGER), make(), [6] * 4)
+    assert num_begun == [5] * 3
+    assert found == plain_rounds(folder, make, [6] * 4)
+
+
+@pytest.mark.parametrize("name", BY_HOST)
+def test_what_the_device_cannot_choose_is_drafted_by_the_host(folder: Path, num_begun: list[int], name: str) -> None:
+    make = partial(sequences_of, [GREEDY, BY_HOST[name]])
+    assert rounds(proposer(folder, EAGER), make(), [4, 4]) == plain_rounds(folder, make, [4, 4])
+    assert not num_begun
+
+
+@pytest.mark.parametrize("verify", [VerifyMode.REJECTION, VerifyMode.BLOCK])
+def test_drafts_with_distributions_are_drafted_by_the_host(
+    folder: Path, num_begun: list[int], verify: VerifyMode
+) -> None:
+    make = partial(sequences_of, [GREEDY, SAMPLED], verify)
+    assert rounds(proposer(folder, EAGER), make(), [4, 4]) == plain_rounds(folder, make, [4, 4])
+    assert not num_begun
+
+
+def test_long_drafts_are_laid_out_in_parts(folder: Path, num_begun: list[int]) -> None:
+    make = partial(sequences_of, [SAMPLED, GREEDY])
+    assert rounds(proposer(folder, EAGER), make(), [MAX_STEPS + 5] * 2) == plain_rounds(
+        folder, make, [MAX_STEPS + 5] * 2
+    )
+    assert num_begun == [MAX_STEPS, 4] * 3
+
+
+@pytest.mark.parametrize("target_vocab_size", [VOCAB_SIZE - 9, VOCAB_SIZE + 9])
+def test_ids_that_the_target_lacks_are_not_drawn(folder: Path, num_begun: list[int], target_vocab_size: int) -> None:
+    graphs = replace(EAGER, draft_ids_end=target_vocab_size)
+    make = partial(sequences_of, [replace(SAMPLED, temperature=5.0)] * 4)
+    found = rounds(proposer(folder, graphs, target_vocab_size=target_vocab_size), make(), [8] * 4)
+    off = GraphConfig(GraphKind.OFF)
+    assert found == rounds(proposer(folder, off, target_vocab_size=target_vocab_size), make(), [8] * 4)
+    assert num_begun
+    assert max(token_id for draft in found for token_id in draft.token_ids) < min(VOCAB_SIZE, target_vocab_size)
+
+
+def test_more_sequences_than_were_recorded_are_drafted_by_the_host(folder: Path, num_begun: list[int]) -> None:
+    make = partial(sequences_of, [SAMPLED] * 9)
+    assert rounds(proposer(folder, EAGER), make(), [3] * 9) == plain_rounds(folder, make, [3] * 9)
+    assert not num_begun
+
+
+def test_a_step_without_room_among_the_recorded_work_is_computed_by_the_host(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = partial(sequences_of, [SAMPLED] * 2)
+    expected = plain_rounds(folder, make, [4, 4])
+    drafter = proposer(folder, EAGER)
+    monkeypatch.setattr(PlannedAttention, "fill_steps", lambda attention, layouts: False)
+    assert rounds(drafter, make(), [4, 4]) == expected
+
+
+def test_steps_that_are_stopped_leave_no_trace(folder: Path) -> None:
+    (sequence,) = sequences_of([SAMPLED])
+    drafter = proposer(folder, EAGER)
+    drafter.open(sequence)
+    stops = iter([False, False, True])
+    plan = drafter._begin(make_scheduled(sequence, 6))
+    assert plan is not None
+    _, logits = drafter._model.prefill([(plan.sequence, ())])
+    chain = plan.chain()
+    drafter._model.sampler.extend([chain], logits)
+    assert not drafter._model.grow([chain], lambda: next(stops))
+    drafter.close(sequence.request_id)
+    (again,) = sequences_of([SAMPLED])
+    assert rounds(drafter, [again], [6]) == plain_rounds(folder, lambda: sequences_of([SAMPLED]), [6])
+
+
+def test_a_draft_ends_where_its_logits_are_not_finite(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third token of sequence 1 has a NaN; the target rejects the draft there, and its others are drafted on."""
+    make = partial(sequences_of, [SAMPLED, GREEDY])
+    (kept, broken) = plain_rounds(folder, make, [5, 5])[:2]
+    drafter, decode = proposer(folder, EAGER), DraftSteps.decode
+    calls: list[int] = []
+
+    def overflowing(steps: DraftSteps) -> torch.Tensor:
+        logits = decode(steps)
+        calls.append(1)
+        if len(calls) == 2:
+            logits[1, 9] = float("nan")
+        return logits
+
+    monkeypatch.setattr(DraftSteps, "decode", overflowing)
+    found = rounds(drafter, make(), [5, 5], num_rounds=1)
+    assert found[0] == kept
+    assert found[1].token_ids[:2] == broken.token_ids[:2]
+    assert len(found[1].token_ids) == 3
+    assert found[1].token_ids[2] < 0 or found[1].token_ids[2] >= VOCAB_SIZE
+
+
+# Faults of the steps. Each must change a draft, or the tests above would not see it.
+
+
+def positions_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    _move(monkeypatch, 0)
+
+
+def slots_are_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    _move(monkeypatch, 1)
+
+
+def _move(monkeypatch: pytest.MonkeyPatch, row: int) -> None:
+    fill_steps = StaticBatch.fill_steps
+
+    def shifted(static: StaticBatch, spans: Seq[Span]) -> bool:
+        has_room = fill_steps(static, spans)
+        static._steps[1:, row] = static._steps[:-1, row].clone()
+        return has_room
+
+    monkeypatch.setattr(StaticBatch, "fill_steps", shifted)
+
+
+def contexts_are_one_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = RowLayout.moved
+
+    def shorter(layout: RowLayout, spans: Seq[Span]) -> RowLayout:
+        return moved(layout, [span._replace(start=max(0, span.start - 1)) for span in spans])
+
+    monkeypatch.setattr(RowLayout, "moved", shorter)
+    numbers_of = StaticBatch.fill_steps
+
+    def with_true_numbers(static: StaticBatch, spans: Seq[Span]) -> bool:
+        has_room = numbers_of(static, spans)
+        num_steps, block_size = len(spans[0].token_ids), static._block_size
+        for step in range(num_steps):
+            for row, span in enumerate(spans):
+                place = span.start + step
+                slot = span.block_table[place // block_size] * block_size + place % block_size
+                static._steps[step, :, row] = torch.tensor([place, slot])
+        return has_room
+
+    monkeypatch.setattr(StaticBatch, "fill_steps", with_true_numbers)
+
+
+def noise_is_of_the_position_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "engine.sampling.step_draw.noise_keys",
+        lambda prefixes, positions, purpose: noise_keys(prefixes, positions - 1, purpose),
+    )
+
+
+def the_first_token_is_fed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = StaticBatch.take
+    first: list[torch.Tensor] = []
+
+    def forgetful(static: StaticBatch, step: torch.Tensor) -> None:
+        if int(step) == 0:
+            first[:] = [static.batch.input_ids.clone()]
+        static.batch.input_ids.copy_(first[0])
+        take(static, step)
+
+    monkeypatch.setattr(StaticBatch, "take", forgetful)
+
+
+FAULTS = [
+    positions_come_late,
+    slots_are_of_the_step_before,
+    contexts_are_one_short,
+    noise_is_of_the_position_before,
+    the_first_token_is_fed_again,
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_the_steps_changes_drafts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    make = partial(sequences_of, [SAMPLED] * 2)
+    expected = plain_rounds(folder, make, [6] * 2)[:2]
+    drafter = proposer(folder, EAGER, "triton")
+    fault(monkeypatch)
+    assert rounds(drafter, make(), [6] * 2, num_rounds=1) != expected
+
+
+# The check at start, with a recorder in place of a GPU's.
+
+
+def checked(folder: Path, record: Callable[[Compute], Compute]) -> CudaGraphRunner:
+    """Record as a GPU's runner does, over a pool of its own."""
+    runner = proposer(folder, GraphConfig(GraphKind.OFF), "triton")._model.runner
+    graphs = replace(EAGER, batches=(1, 3), row_counts=(1,))
+    passes = CudaGraphRunner(runner._pass, runner._cache, runner._plan_attention, graphs, 64, runner.vocab_size, record)
+    passes.record_steps(VOCAB_SIZE)
+    return passes
+
+
+def test_faithful_recordings_of_steps_are_used(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    graphs = checked(folder, lambda compute: compute)
+    assert [bucket.num_rows for bucket in graphs._draft_steps] == [1, 3]
+    assert "call by call" not in caplog.text
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_recorded_steps_that_differ_from_passes_are_not_used(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fault: Callable[[pytest.MonkeyPatch], None],
+) -> None:
+    fault(monkeypatch)
+    assert not checked(folder, lambda compute: compute)._draft_steps
+    assert "steps of 3 drafts are computed call by call: recorded, they differ by" in caplog.text
+
+
+def test_steps_that_cannot_be_recorded_are_laid_out_one_by_one(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def record(compute: Compute) -> Compute:
+        if not isinstance(compute, partial):  # passes are
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return compute
+
+    graphs = checked(folder, record)
+    assert graphs.has_passes
+    assert not graphs._draft_steps
+    assert "drafts are drawn call by call" in caplog.text
+    assert "not permitted" in caplog.text
