@@ -25,7 +25,7 @@ from tuning.draft import partial_of
 from tuning.log_windows import Log
 
 _NUM_STREAMS = 64
-_NUM_ASKED = 96  # tokens of a question
+_QUESTION_TOKENS = 96
 _TEMPERATURES = (0.0, 0.7)  # of the answers, in turn
 
 
@@ -158,7 +158,7 @@ def write_own_chats(
         questions = _questions(core, before, ends, num_chats, lambda share: on_progress(0.2 * share))
         if not questions:
             raise ConfigError(
-                f"{target} was asked for {num_chats} questions and wrote none of at most {_NUM_ASKED} tokens; "
+                f"{target} was asked for {num_chats} questions and wrote none of at most {_QUESTION_TOKENS} tokens; "
                 "train on --traffic or --log"
             )
         requests = (
@@ -187,7 +187,7 @@ def _questions(
     """Return the different questions that the model writes at the place of a user's turn, without their end."""
     requests = (
         GenerateRequest(
-            f"question-{seed}", before, SamplingParams(seed, 1.0, max_tokens=_NUM_ASKED, stop_token_ids=ends)
+            f"question-{seed}", before, SamplingParams(seed, 1.0, max_tokens=_QUESTION_TOKENS, stop_token_ids=ends)
         )
         for seed in range(num_chats)
     )

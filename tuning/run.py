@@ -55,7 +55,7 @@ def top_distillation_loss(logits: Tensor, top_ids: Tensor, top_logprobs: Tensor,
     log_q = F.log_softmax(logits.float(), dim=-1).gather(1, top_ids.clamp(min=0))  # [N, k]
     missing = (top_logprobs.exp() * is_unknown).sum(-1).clamp(max=1.0 - _LEAST)  # [N]
     log_p = top_logprobs - torch.log1p(-missing)[:, None]
-    # e^-40 stands for a probability of 0.
+    # e^-40 represents a probability of 0.
     log_p, log_q = (_with_rest(each.masked_fill(is_unknown, -40.0)) for each in (log_p, log_q))
     return ((1.0 - missing) * _divergence(log_p, log_q, l1_weight)).mean()
 

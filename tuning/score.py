@@ -96,9 +96,9 @@ def expected_passes(chances: Sequence[Sequence[float]]) -> float:
     for place in range(num_places):
         reaches = begins[place]
         for length in range(num_drafts):
-            stands = chances[length][place + length] if place + length < num_places else 0.0
-            begins[place + length + 1] += reaches * (1.0 - stands)
-            reaches *= stands
+            chance = chances[length][place + length] if place + length < num_places else 0.0
+            begins[place + length + 1] += reaches * (1.0 - chance)
+            reaches *= chance
         begins[min(place + num_drafts + 1, len(begins) - 1)] += reaches
     return sum(begins[:num_places])
 

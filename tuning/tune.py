@@ -83,7 +83,7 @@ class Workplace:
             raise ConfigError(f"{self.folder} has the state of a tuning with other options; finish it, or remove that")
 
     def remember(self, name: str, value: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
-        """Return whether this call is the first one of this name in any process, and the first call's value."""
+        """Store a value under a name unless an earlier process has; return True if it is new, and the stored value."""
         file = self.folder / f"{name}.json"
         if file.is_file():
             return False, json.loads(file.read_text(encoding="utf-8"))
@@ -93,7 +93,7 @@ class Workplace:
         return True, value
 
     def remove(self) -> None:
-        """Forget all runs."""
+        """Remove the state of all runs."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

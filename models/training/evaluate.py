@@ -7,14 +7,14 @@ one teacher-forced pass over the finished text gives every decision of every rou
 """
 
 import argparse
-import dataclasses
 import itertools
 import json
 import logging
 import platform
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,15 +73,16 @@ def agreement(
     return torch.stack(chosen, dim=1) == ids[:, num_prompt_tokens:]
 
 
-def count_rounds(agrees: list[bool], num_draft_tokens: int) -> list[int]:
-    """Return the accepted tokens of each round along `agrees`; a round that the end of the text cuts is left out."""
+def count_rounds(is_accepted: Tensor) -> list[int]:
+    """Return the accepted tokens of each round of a decoder along `is_accepted` [rounds, K].
+
+    Row i has the drafts of a round that begins at token i. A round that the end of the text cuts has no row.
+    """
+    runs: list[int] = is_accepted.long().cumprod(dim=1).sum(dim=1).tolist()
     accepted, cursor = [], 0
-    while cursor + num_draft_tokens <= len(agrees):
-        run = 0
-        while run < num_draft_tokens and agrees[cursor + run]:
-            run += 1
-        accepted.append(run)
-        cursor += run + 1
+    while cursor < len(runs):
+        accepted.append(runs[cursor])
+        cursor += runs[cursor] + 1
     return accepted
 
 
@@ -127,34 +128,8 @@ def measure_acceptance(
     """Acceptance over continuations of prompts [B, S] by `num_tokens` tokens each, with K = `num_draft_tokens`."""
     ids = generate(target, prompts, num_tokens, temperature, seed, repetition_penalty)
     agrees = agreement(draft, ids, prompts.shape[1], temperature, seed, repetition_penalty)
-    accepted = [run for row in agrees.tolist() for run in count_rounds(row, num_draft_tokens)]
+    accepted = [run for row in agrees for run in count_rounds(row.unfold(0, num_draft_tokens, 1))]
     return summarise(accepted, agrees, ids[:, prompts.shape[1] :], num_draft_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """A prompt and the target's greedy continuation."""
-
-    prompt: str
-    completion: str
-
-
-@dataclass(frozen=True, slots=True)
-class Measurements:
-    """The model card's figures of a pair's quality; losses are nats per token in float32."""
-
-    target_parameters: int
-    draft_parameters: int
-    losses: dict[str, float]
-    loss_by_context: dict[str, float]
-    acceptance: dict[str, Acceptance]
-    text_agreement: float
-    samples: list[Sample]
-    num_held_out_files: int
-    num_training_files: int
-    num_prompts: int
-    sample_tokens: int
-    python: str
 
 
 @torch.no_grad()
@@ -194,56 +169,59 @@ def held_out_prompts(documents: list[np.ndarray], num_prompts: int, seed: int = 
     return torch.from_numpy(np.stack(prompts))
 
 
-def sample(model: LlamaForCausalLM, tokenizer: Tokenizer, prompt: str) -> Sample:
-    """Return the target's greedy continuation of a text under the shipped penalty, up to the end of text or of turn."""
+def sample(model: LlamaForCausalLM, tokenizer: Tokenizer, prompt: str) -> dict[str, str]:
+    """Return a text, and the target's greedy continuation under the shipped penalty, up to the end of text or turn."""
     ids = torch.tensor([tokenizer.encode(prompt).ids])
     written = generate(model, ids, SAMPLE_TOKENS, 0.0, 0, REPETITION_PENALTY)[0, ids.shape[1] :].tolist()
     text = tokenizer.decode(written, skip_special_tokens=False)
-    return Sample(prompt, text.split("<|end")[0])
+    return {"prompt": prompt, "completion": text.split("<|end")[0]}
 
 
-def measure(folder: Path, corpus: Corpus) -> Measurements:
-    """Measure the pair in `folder` on the corpus's held-out files."""
+def measure(folder: Path, corpus: Corpus) -> dict[str, Any]:
+    """Measure the pair in `folder` on the corpus's held-out files, and return the model card's figures.
+
+    Losses are nats per token in float32.
+    """
     tokenizer = load_tokenizer(folder / "target")
     target, draft = load_checkpoint(folder / "target"), load_checkpoint(folder / "draft")
     library = encode(tokenizer, _texts(corpus.held_out, is_test=False))
     tests = encode(tokenizer, _texts(corpus.held_out, is_test=True))
     prompts = held_out_prompts(library, num_prompts=96)
     chat = render_chat([{"role": "user", "content": SAMPLE_REQUEST}], add_generation_prompt=True)
-    return Measurements(
-        target_parameters=num_parameters(target),
-        draft_parameters=num_parameters(draft),
-        losses={
+    acceptance = {
+        f"{temperature:g}, penalty {penalty:g}": measure_acceptance(
+            target, draft, prompts, temperature, repetition_penalty=penalty
+        )
+        for temperature, penalty in itertools.product((0.0, 1.0), (REPETITION_PENALTY, 1.0))
+    }
+    return {
+        "target_parameters": num_parameters(target),
+        "draft_parameters": num_parameters(draft),
+        "losses": {
             "target, library": mean_loss(target, library),
             "target, tests": mean_loss(target, tests),
             "draft, library": mean_loss(draft, library),
             "draft, tests": mean_loss(draft, tests),
         },
-        loss_by_context=loss_by_context(target, library, (0, 512, 1024, 2048, 4096, 8192)),
-        acceptance={
-            f"{temperature:g}, penalty {penalty:g}": measure_acceptance(
-                target, draft, prompts, temperature, repetition_penalty=penalty
-            )
-            for temperature, penalty in itertools.product((0.0, 1.0), (REPETITION_PENALTY, 1.0))
-        },
-        text_agreement=text_agreement(target, draft, measuring_windows(library)),
-        samples=[sample(target, tokenizer, prompt) for prompt in (*SAMPLE_PROMPTS, chat)],
-        num_held_out_files=len(corpus.held_out),
-        num_training_files=len(corpus.training),
-        num_prompts=len(prompts),
-        sample_tokens=SAMPLE_TOKENS,
-        python=platform.python_version(),
-    )
+        "loss_by_context": loss_by_context(target, library, (0, 512, 1024, 2048, 4096, 8192)),
+        "acceptance": {sampling: asdict(found) for sampling, found in acceptance.items()},
+        "text_agreement": text_agreement(target, draft, measuring_windows(library)),
+        "samples": [sample(target, tokenizer, prompt) for prompt in (*SAMPLE_PROMPTS, chat)],
+        "num_held_out_files": len(corpus.held_out),
+        "num_training_files": len(corpus.training),
+        "num_prompts": len(prompts),
+        "sample_tokens": SAMPLE_TOKENS,
+        "python": platform.python_version(),
+    }
 
 
 def _texts(documents: list[Document], is_test: bool) -> list[str]:
     return [document.text for document in documents if document.is_test == is_test]
 
 
-def save_measurements(measurements: Measurements, folder: Path) -> None:
+def save_measurements(measurements: dict[str, Any], folder: Path) -> None:
     """Write measurements.json into the pair's folder."""
-    text = json.dumps(dataclasses.asdict(measurements), indent=2)
-    (folder / "measurements.json").write_text(text + "\n", encoding="utf-8")
+    (folder / "measurements.json").write_text(json.dumps(measurements, indent=2) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -254,7 +232,7 @@ def main() -> None:
     folder = parser.parse_args().folder
     measurements = measure(folder, collect())
     save_measurements(measurements, folder)
-    logger.info("%s", json.dumps(dataclasses.asdict(measurements), indent=2))
+    logger.info("%s", json.dumps(measurements, indent=2))
 
 
 if __name__ == "__main__":

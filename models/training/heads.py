@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from models.training.architecture import hidden_states
-from models.training.evaluate import Acceptance, summarise
+from models.training.evaluate import Acceptance, count_rounds, summarise
 from models.training.tokens import plain_positions
 from tuning.run import DRAFT_WEIGHT, NUM_DRAFTS, distillation_loss
 from tuning.score import choose, generate
@@ -48,16 +48,6 @@ def verdicts(
     return found
 
 
-def count_rounds(is_accepted: Tensor) -> list[int]:
-    """Return the accepted tokens of each round of a decoder along `is_accepted` [rounds, K]."""
-    runs: list[int] = is_accepted.long().cumprod(dim=1).sum(dim=1).tolist()
-    accepted, cursor = [], 0
-    while cursor < len(runs):
-        accepted.append(runs[cursor])
-        cursor += runs[cursor] + 1
-    return accepted
-
-
 def measure_head(
     target: LlamaForCausalLM,
     head: DraftLogits,
@@ -77,35 +67,29 @@ def measure_head(
     return summarise(accepted, is_accepted[..., 0], ids[:, prompts.shape[1] :], num_draft_tokens)
 
 
-class MedusaLesson:
-    """The loss of the heads against the target's distribution at the positions they predict."""
+def medusa_lesson(heads: TrainableMedusaHeads, target: LlamaForCausalLM) -> Callable[[Tensor], Tensor]:
+    """Return the mean loss of all heads on windows [B, T]: a head learns the target's distribution where it predicts.
 
-    def __init__(self, heads: TrainableMedusaHeads, target: LlamaForCausalLM, seed: int = 0) -> None:
-        self._heads, self._target = heads, target
-        self._generator = torch.Generator().manual_seed(seed)
+    Each call takes one row in three, at random: the linear layer to the vocabulary takes most of the time, and
+    neighbouring rows of a window teach nearly the same.
+    """
+    generator = torch.Generator().manual_seed(0)
 
-    def __call__(self, ids: Tensor) -> Tensor:
-        """Return the mean loss of all heads on windows [B, T].
-
-        A head learns the target's distribution at the rows that it predicts.
-
-        Each call takes one row in three, at random: the linear layer to the vocabulary takes most of the time,
-        and neighbouring rows of a window teach nearly the same.
-        """
+    def loss(ids: Tensor) -> Tensor:
         with autocast(ids.device):
             with torch.no_grad():
-                hidden = hidden_states(self._target, ids, plain_positions(*ids.shape))  # [B, T, hidden]
-                rows = torch.arange(self._draw(3), ids.shape[1] - self._heads.num_heads, 3)
+                hidden = hidden_states(target, ids, plain_positions(*ids.shape))  # [B, T, hidden]
+                first = int(torch.randint(0, 3, (), generator=generator))
+                rows = torch.arange(first, ids.shape[1] - heads.num_heads, 3)
             losses = []
-            for index, states in enumerate(self._heads(hidden[:, rows])):
+            for index, states in enumerate(heads(hidden[:, rows])):
                 with torch.no_grad():
-                    probs = self._target.lm_head(hidden[:, rows + index + 1]).float().softmax(-1)  # [B, R, V]
-                logits = self._target.lm_head(states).float()
+                    probs = target.lm_head(hidden[:, rows + index + 1]).float().softmax(-1)  # [B, R, V]
+                logits = target.lm_head(states).float()
                 losses.append(F.cross_entropy(logits.flatten(0, 1), probs.flatten(0, 1)))
             return torch.stack(losses).mean()
 
-    def _draw(self, bound: int) -> int:
-        return int(torch.randint(0, bound, (), generator=self._generator))
+    return loss
 
 
 def medusa_logits(heads: TrainableMedusaHeads, target: LlamaForCausalLM) -> DraftLogits:
@@ -169,30 +153,28 @@ def frequent_ids(windows: Tensor, vocab_size: int, num_ids: int) -> Tensor:
     return counts.argsort(descending=True, stable=True)[:num_ids].sort().values
 
 
-class Eagle3Lesson:
-    """One step of training: a batch, the target's logits for it, and the loss of a round of drafts."""
+def eagle3_lesson(
+    student: Eagle3Student, target: LlamaForCausalLM, target_ids: Tensor, next_texts: Callable[[], Tensor]
+) -> Callable[[float], Tensor]:
+    """Return the steps of training: a batch, the target's logits for it, and the loss of a round of drafts."""
+    loss = torch.compile(distillation_loss, dynamic=False)
 
-    def __init__(
-        self, student: Eagle3Student, target: LlamaForCausalLM, target_ids: Tensor, next_texts: Callable[[], Tensor]
-    ) -> None:
-        self._student, self._target, self._target_ids, self._next_texts = student, target, target_ids, next_texts
-        self._loss = torch.compile(distillation_loss, dynamic=False)
-
-    def __call__(self, progress: float) -> Tensor:
+    def step_loss(progress: float) -> Tensor:
         """Return the loss of the next batch: at first of the first draft, later of whole rounds."""
-        ids = self._next_texts()  # [B, T]
+        ids = next_texts()  # [B, T]
         num_steps = NUM_DRAFTS if progress >= 0.4 else 1  # the first draft alone takes a third of the time
         num_rounds = ids.shape[1] - num_steps
         with autocast(ids.device):
-            features, logits = features_and_logits(self._target, ids, taps_of(self._target))
-            embedded = self._target.model.embed_tokens(ids)
-            wanted = logits.index_select(-1, self._target_ids)  # [B, T, draft vocabulary]
-            head = self._student.lm_head.weight
+            features, logits = features_and_logits(target, ids, taps_of(target))
+            embedded = target.model.embed_tokens(ids)
+            wanted = logits.index_select(-1, target_ids)  # [B, T, draft vocabulary]
             losses = [
-                self._loss(states, head, wanted[:, 1 + step :][:, :num_rounds], 1.0) * DRAFT_WEIGHT**step
-                for step, states in enumerate(self._student.steps(features, embedded, num_steps))
+                loss(states, student.lm_head.weight, wanted[:, 1 + step :][:, :num_rounds], 1.0) * DRAFT_WEIGHT**step
+                for step, states in enumerate(student.steps(features, embedded, num_steps))
             ]
         return torch.stack(losses).sum() / sum(DRAFT_WEIGHT**step for step in range(num_steps))
+
+    return step_loss
 
 
 def train_eagle3(
@@ -210,7 +192,7 @@ def train_eagle3(
     layer = [*student.fc.parameters(), *student.midlayer.parameters()]
     others = [*student.norm.parameters(), *student.lm_head.parameters(), *(p for p in layer if p.ndim == 1)]
     optimizer = PairedOptimizer([p for p in layer if p.ndim == 2], others, matrix_lr=0.02, other_lr=0.002)
-    lesson = Eagle3Lesson(student, target, target_ids, next_texts)
+    lesson = eagle3_lesson(student, target, target_ids, next_texts)
     return train(student, optimizer, lesson, budget, lambda: save_head(student, target, target_ids, folder))
 
 

@@ -206,31 +206,21 @@ def measuring_windows(documents: list[np.ndarray], num_tokens: int = 1024) -> It
             yield torch.from_numpy(ids[start : start + num_tokens + 1]).unsqueeze(0)
 
 
-class RolloutPool:
-    """A bag of written windows [N, T + 1], drawn from at random."""
-
-    def __init__(self, written: Tensor, seed: int) -> None:
-        self._written = written
-        self._rng = np.random.default_rng(seed)
-
-    def __len__(self) -> int:
-        return len(self._written)
-
-    def windows(self, num_windows: int, num_tokens: int) -> Tensor:
-        """Draw `num_windows` windows [B, T + 1] with replacement."""
-        return self._written[self._rng.integers(0, len(self), num_windows)][:, : num_tokens + 1]
-
-
-def mixed_sources(
-    stream: WindowStream, rollouts: RolloutPool, every_batches: int
-) -> Iterator[WindowStream | RolloutPool]:
-    """Return endless sources of batches: the corpus, and the rollouts once in `every_batches`."""
-    return itertools.cycle([*[stream] * (every_batches - 1), rollouts])
+def mixed_batches(
+    stream: WindowStream, rollouts: Tensor, every_batches: int, num_windows: int, num_tokens: int, seed: int
+) -> Iterator[Tensor]:
+    """Yield windows [B, T + 1] without end: of the corpus, and once in `every_batches` of `rollouts`, at random."""
+    rng = np.random.default_rng(seed)
+    for number in itertools.count(1):
+        if number % every_batches:
+            yield stream.windows(num_windows, num_tokens)
+        else:
+            yield rollouts[rng.integers(0, len(rollouts), num_windows)][:, : num_tokens + 1]
 
 
 def write_rollouts(
     target: LlamaForCausalLM, stream: WindowStream, num_windows: int, num_prompt_tokens: int, num_tokens: int, seed: int
-) -> RolloutPool:
+) -> Tensor:
     """Return windows [N, num_tokens + 1] of the stream's text with the target's continuations, on the CPU.
 
     Half are greedy, half at temperature 1, with the served repetition penalty.
@@ -240,4 +230,4 @@ def write_rollouts(
         prompts = stream.windows(num_windows // 2, num_prompt_tokens)[:, 1:].to(target.device)
         num_new = num_tokens + 1 - num_prompt_tokens
         written.append(generate(target, prompts, num_new, temperature, seed, REPETITION_PENALTY))
-    return RolloutPool(torch.cat(written).cpu(), seed)
+    return torch.cat(written).cpu()

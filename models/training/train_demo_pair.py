@@ -31,10 +31,9 @@ from models.training.evaluate import measure, save_measurements
 from models.training.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 from models.training.tokens import (
     Corpus,
-    RolloutPool,
     WindowStream,
     collect,
-    mixed_sources,
+    mixed_batches,
     plain_positions,
     skipped_positions,
     tokenize_corpus,
@@ -48,19 +47,23 @@ CUDA_MINUTES = (20.0, 8.0)
 
 
 def draft_lesson(
-    model: LlamaForCausalLM, target: LlamaForCausalLM, stream: WindowStream, rollouts: RolloutPool, budget: Budget
+    model: LlamaForCausalLM,
+    target: LlamaForCausalLM,
+    stream: WindowStream,
+    rollouts: Tensor,
+    budget: Budget,
+    seed: int,
 ) -> Callable[[float], Tensor]:
     """Return the steps of distillation: a batch, the target's logits for it, and the draft's loss."""
-    sources = mixed_sources(stream, rollouts, every_batches=4)
+    num_tokens = budget.short_window_tokens
+    num_windows = budget.tokens_per_step // num_tokens
+    batches = mixed_batches(stream, rollouts, 4, num_windows, num_tokens, seed)
     loss = torch.compile(distillation_loss, dynamic=False)
 
     def step(progress: float) -> Tensor:
         """Return the loss of the next batch; it does not depend on `progress`."""
-        num_tokens = budget.short_window_tokens
-        num_windows = budget.tokens_per_step // num_tokens
         positions = plain_positions(num_windows, num_tokens).to(budget.device)
-        windows = next(sources).windows(num_windows, num_tokens)  # [B, T + 1]
-        ids = windows[:, :-1].to(budget.device)  # [B, T]
+        ids = next(batches)[:, :-1].to(budget.device)  # [B, T]
         with autocast(budget.device):
             with torch.no_grad():
                 target_logits = F.linear(hidden_states(target, ids, positions), target.lm_head.weight)
@@ -73,7 +76,7 @@ def draft_lesson(
 def distil_draft(
     target: LlamaForCausalLM,
     stream: WindowStream,
-    rollouts: RolloutPool,
+    rollouts: Tensor,
     budget: Budget,
     folder: Path,
     seed: int,
@@ -93,7 +96,7 @@ def distil_draft(
     return train(
         model,
         optimizer,
-        draft_lesson(model, target, stream, rollouts, budget),
+        draft_lesson(model, target, stream, rollouts, budget, seed),
         budget,
         lambda: save_checkpoint(model, folder),
     )

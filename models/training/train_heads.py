@@ -8,7 +8,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -20,16 +20,16 @@ from models.training.architecture import load_checkpoint
 from models.training.card import DEMO_FOLDER, acceptance_table, read_json
 from models.training.evaluate import Acceptance, held_out_prompts
 from models.training.heads import (
-    MedusaLesson,
     eagle3_logits,
     load_heads,
     measure_head,
+    medusa_lesson,
     medusa_logits,
     save_heads,
     train_eagle3,
 )
 from models.training.tokenizer import load_tokenizer
-from models.training.tokens import WindowStream, collect, encode, mixed_sources, tokenize_corpus, write_rollouts
+from models.training.tokens import WindowStream, collect, encode, mixed_batches, tokenize_corpus, write_rollouts
 from models.training.train_demo_pair import machine
 from tuning.student import TrainableMedusaHeads
 from tuning.train import Budget, TrainingReport, schedule
@@ -72,10 +72,10 @@ def material(target: LlamaForCausalLM, arguments: argparse.Namespace) -> Materia
     rollouts = write_rollouts(
         target, stream, arguments.rollouts, num_prompt_tokens=128, num_tokens=WINDOW_TOKENS, seed=arguments.seed
     )
-    sources = mixed_sources(stream, rollouts, every_batches=2)
+    batches = mixed_batches(stream, rollouts, 2, WINDOWS_PER_STEP, WINDOW_TOKENS, arguments.seed)
     documents = [document.text for document in corpus.held_out if not document.is_test]
     return Material(
-        lambda: next(sources).windows(WINDOWS_PER_STEP, WINDOW_TOKENS)[:, :-1],
+        lambda: next(batches)[:, :-1],
         held_out_prompts(encode(tokenizer, documents), arguments.prompts),
         "its training corpus, held-out files of it to measure with, and text that it wrote",
     )
@@ -108,7 +108,7 @@ def make_medusa(target: LlamaForCausalLM, arguments: argparse.Namespace, folder:
     """Train and save a set of Medusa heads, and return its card."""
     teacher = load_checkpoint(arguments.target, resolve_dtype("auto", target.device)).requires_grad_(False)
     heads, texts = TrainableMedusaHeads(target.config.hidden_size), material(teacher, arguments)
-    spent = train(heads, MedusaLesson(heads, teacher), texts.next_texts, arguments.minutes)
+    spent = train(heads, medusa_lesson(heads, teacher), texts.next_texts, arguments.minutes)
     save_heads(heads, target, folder)
     saved = load_heads(folder, target)
     measured = {
@@ -179,14 +179,7 @@ def card(
     made: HeadCard, arguments: argparse.Namespace, folder: Path, texts: Material, measured: dict[str, Acceptance]
 ) -> str:
     """Return a head's README: its kind, the acceptance of its drafts by position, its making."""
-    num_drafts = len(next(iter(measured.values())).by_position)
-    columns = ["temperature", *map(str, range(1, num_drafts + 1)), "tokens per pass", "repetition", "rounds"]
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for temperature, found in measured.items():
-        chances = " | ".join(f"{chance:.3f}" for chance in found.by_position)
-        rest = f"{found.tokens_per_pass:.2f} | {found.repetition:.2f} | {found.num_rounds}"
-        lines.append(f"| {temperature} | {chances} | {rest} |")
-    table = "\n".join(lines)
+    table = acceptance_table({temperature: asdict(found) for temperature, found in measured.items()})
     num_prompts, num_prompt_tokens = texts.held_out.shape
     return f"""# {made.title} for {arguments.target}
 

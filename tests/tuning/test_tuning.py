@@ -241,7 +241,7 @@ def test_a_text_behind_a_long_prompt_is_one_window_with_all_of_the_prompt() -> N
 
 def test_expected_passes_are_those_of_a_decoder_and_of_its_mean() -> None:
     agrees = [True, False, True, True, True, True, False, False, True]
-    rounds = count_rounds([*agrees, False, False], 2)  # the last pass ends after the text
+    rounds = count_rounds(torch.tensor([*agrees, False]).unfold(0, 2, 1))  # the last pass ends after the text
     assert expected_passes([[float(each) for each in agrees]] * 2) == len(rounds) == 5
     tokens_per_pass = (1 - 0.5**4) / (1 - 0.5)  # arXiv:2211.17192, equation 1
     assert 2000 / expected_passes([[0.5] * 2000] * 3) == pytest.approx(tokens_per_pass, rel=0.01)

@@ -9,10 +9,10 @@ from engine.config import HeadConfig, HeadKind
 from engine.model.draft_heads.loader import load_head
 from engine.model.draft_heads.medusa import MedusaHeads as ServedHeads
 from models.training.heads import (
-    MedusaLesson,
     TrainableMedusaHeads,
     load_heads,
     measure_head,
+    medusa_lesson,
     medusa_logits,
     save_heads,
     verdicts,
@@ -55,7 +55,7 @@ def test_the_engine_reads_what_is_saved(tmp_path: Path) -> None:
 
 def test_a_medusa_lesson_lowers_the_loss() -> None:
     target, heads = tiny_target(), TrainableMedusaHeads(16, num_heads=2, num_blocks=1)
-    lesson, ids = MedusaLesson(heads, target), torch.randint(0, 48, (2, 12))
+    lesson, ids = medusa_lesson(heads, target), torch.randint(0, 48, (2, 12))
     optimizer = torch.optim.AdamW(heads.parameters(), lr=3e-2)
     losses = []
     for _ in range(60):

@@ -59,7 +59,7 @@ def test_a_penalty_makes_what_was_said_less_likely_and_nothing_else() -> None:
 def test_rollouts_go_on_from_the_stream_half_of_them_greedily() -> None:
     model = new_model(llama_config(num_layers=1, hidden_size=64, mlp_size=64, num_heads=1, num_kv_heads=1), seed=0)
     corpus = TokenizedCorpus([np.arange(400)], [], [])
-    windows = [write_rollouts(model, WindowStream(corpus, 0), 4, 6, 10, seed)._written for seed in (0, 1)]
+    windows = [write_rollouts(model, WindowStream(corpus, 0), 4, 6, 10, seed) for seed in (0, 1)]
     assert [each.shape for each in windows] == [(4, 11), (4, 11)]
     assert torch.equal(windows[0][:, :6], windows[1][:, :6])
     assert all(torch.equal(row[1:6], row[:5] + 1) for row in windows[0]), "the stream's own text"
