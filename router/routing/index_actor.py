@@ -12,7 +12,6 @@ import time
 import zlib
 from collections import OrderedDict
 from dataclasses import replace
-from functools import partial
 
 import ray
 
@@ -20,7 +19,7 @@ from protos.block_keys import PrefixHolder, WorkerReport, split_keys
 from protos.linux import wait_for_cores
 from router.config import RouterConfig
 from router.routing.load import LoadTable, SentWork
-from router.routing.policy import CostConfig, Decision, Policy, PolicyInput, rank
+from router.routing.policy import Decision, Policy, PolicyInput, rank
 from router.routing.prefix_index import PrefixIndex
 from router.routing.routed_call import RouteQuery, RouteReply
 
@@ -40,7 +39,7 @@ class IndexState:
         self.index = PrefixIndex()
         self.loads = LoadTable()
         self._block_size = config.block_size
-        self._rank = partial(rank, Policy(config.policy), config=CostConfig(fetch_share=config.fetch_share))
+        self._policy, self._fetch_share = Policy(config.policy), config.fetch_share
         self._turn = 0
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._reported_s: dict[str, float] = {}
@@ -86,8 +85,9 @@ class IndexState:
             seed=zlib.crc32(query.request_id.encode()),
             turn=self._turn,
             last_worker_id=self._sessions.get(query.session_id),
+            fetch_share=self._fetch_share,
         )
-        decision = self._rank(policy_input, self.loads.view(candidates, now_s))
+        decision = rank(self._policy, policy_input, self.loads.view(candidates, now_s))
         # Reserve on the chosen worker.
         worker_id = decision.worker_id
         self._turn += 1

@@ -90,13 +90,13 @@ class IndexClient:
 
     def withdraw(self, worker_id: str, request_id: str) -> None:
         """End a reservation, without waiting for a reply; does nothing without an index."""
-        self._tell(lambda actor: actor.withdraw.remote(worker_id, request_id))
+        self._send(lambda actor: actor.withdraw.remote(worker_id, request_id))
 
     def forget(self, worker_id: str) -> None:
         """Report that a worker has left, without waiting for a reply."""
-        self._tell(lambda actor: actor.forget.remote(worker_id))
+        self._send(lambda actor: actor.forget.remote(worker_id))
 
-    def _tell(self, send: Callable[[Any], object]) -> None:
+    def _send(self, send: Callable[[Any], object]) -> None:
         if self._actor is not None:
             try:
                 send(self._actor)

@@ -48,6 +48,7 @@ class PolicyInput:
         seed: keys the shuffle of equal workers; equal seeds give equal decisions in every process.
         turn: the request's ordinal number, for `round_robin`.
         last_worker_id: the worker of the session's last request; decides only among equal workers.
+        fetch_share: the cost of a token whose KV another worker holds, relative to a computed one; 1 without fetching.
     """
 
     num_tokens: int
@@ -56,27 +57,7 @@ class PolicyInput:
     seed: int
     turn: int = 0
     last_worker_id: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class CostConfig:
-    """The constants of the cost formula.
-
-    Attributes:
-        others_weight: the weight of later requests' delay against the request's own; 0 ignores later requests.
-            docs/routing.md compares values.
-        fetch_share: the cost of a token whose KV another worker holds, relative to a computed one; 1 without fetching.
-        tie_s, tie_fraction: costs within both of the lowest count as equal to it.
-        even_s: costs within this of the lowest also count as equal among workers that hold as much of the prompt.
-            Measured rates of equal machines differ by more, and a run of requests with a hot prefix would all go to one
-            worker.
-    """
-
-    others_weight: float = 1.5
     fetch_share: float = 1.0
-    tie_s: float = 0.001
-    tie_fraction: float = 0.01
-    even_s: float = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,19 +121,19 @@ class Decision:
         )
 
 
-def rank(policy: Policy, request: PolicyInput, fleet: FleetLoad, config: CostConfig) -> Decision:
+def rank(policy: Policy, request: PolicyInput, fleet: FleetLoad) -> Decision:
     """Order the workers of `fleet` (at least one) for a request.
 
     The terms always hold the full cost, including prefix hits, whatever the policy. A decision of any policy can thus
     be compared with the cost that `prefix` would have paid.
     """
     assert len(fleet) > 0
-    terms = cost_terms(request, fleet, config)
-    order = _ORDERS[policy](request, fleet, terms, config)
+    terms = cost_terms(request, fleet)
+    order = _ORDERS[policy](request, fleet, terms)
     return Decision(policy, request, fleet, terms, order)
 
 
-def cost_terms(request: PolicyInput, fleet: FleetLoad, config: CostConfig) -> CostTerms:
+def cost_terms(request: PolicyInput, fleet: FleetLoad) -> CostTerms:
     """Compute the cost of the request on every worker.
 
     At least one token is always computed: the last one's logits give the first token of the answer.
@@ -160,9 +141,10 @@ def cost_terms(request: PolicyInput, fleet: FleetLoad, config: CostConfig) -> Co
     cached = cached_tokens(request, fleet)
     queue_s = fleet.backlog_tokens / fleet.prefill_tokens_per_s
     fetched = cached.max() - cached
-    prefill_s = (request.num_tokens - cached - (1 - config.fetch_share) * fetched) / fleet.prefill_tokens_per_s
+    prefill_s = (request.num_tokens - cached - (1 - request.fetch_share) * fetched) / fleet.prefill_tokens_per_s
     interference_s = (queue_s + prefill_s) * fleet.decode_slowdown * fleet.decode_tokens
-    others_s = prefill_s * (config.others_weight * float(np.mean(fleet.backlog_tokens > 0)))
+    others_weight = 1.5  # of later requests' delay against the request's own; 0 would ignore later requests
+    others_s = prefill_s * (others_weight * float(np.mean(fleet.backlog_tokens > 0)))
     return CostTerms(cached, queue_s, prefill_s, interference_s, others_s)
 
 
@@ -193,30 +175,33 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def _by_cost(request: PolicyInput, fleet: FleetLoad, terms: CostTerms, config: CostConfig) -> IntArray:
-    return _order_by(terms.total_s, terms.cached_tokens, request, fleet, config)
+def _by_cost(request: PolicyInput, fleet: FleetLoad, terms: CostTerms) -> IntArray:
+    # Among workers that hold as much of the prompt, costs within 20 ms of the lowest count as equal to it. Measured
+    # rates of equal machines differ by more, and a run of requests with a hot prefix would all go to one worker.
+    cost_s, cached = terms.total_s, terms.cached_tokens
+    best = int(np.argmin(cost_s))
+    return _order_by(cost_s, (cached >= cached[best]) & (cost_s <= cost_s[best] + 0.02), request, fleet)
 
 
-def _by_load(request: PolicyInput, fleet: FleetLoad, terms: CostTerms, config: CostConfig) -> IntArray:
-    blind = cost_terms(replace(request, prefix_blocks={}), fleet, config)
-    return _order_by(blind.total_s, blind.cached_tokens, request, fleet, replace(config, even_s=0.0))
+def _by_load(request: PolicyInput, fleet: FleetLoad, terms: CostTerms) -> IntArray:
+    blind = cost_terms(replace(request, prefix_blocks={}), fleet)
+    return _order_by(blind.total_s, np.zeros(len(fleet), dtype=np.bool_), request, fleet)
 
 
-def _in_turn(request: PolicyInput, fleet: FleetLoad, terms: CostTerms, config: CostConfig) -> IntArray:
+def _in_turn(request: PolicyInput, fleet: FleetLoad, terms: CostTerms) -> IntArray:
     return (np.arange(len(fleet)) + request.turn) % len(fleet)
 
 
-def _at_random(request: PolicyInput, fleet: FleetLoad, terms: CostTerms, config: CostConfig) -> IntArray:
+def _at_random(request: PolicyInput, fleet: FleetLoad, terms: CostTerms) -> IntArray:
     return np.argsort(shuffle(request.seed, fleet))
 
 
-def _order_by(
-    cost_s: FloatArray, cached: FloatArray, request: PolicyInput, fleet: FleetLoad, config: CostConfig
-) -> IntArray:
-    """Order by cost, lowest first; break ties by requests, decode speed, session, then at random."""
-    best = int(np.argmin(cost_s))
-    is_tied = cost_s <= cost_s[best] * (1.0 + config.tie_fraction) + config.tie_s
-    is_tied |= (cached >= cached[best]) & (cost_s <= cost_s[best] + config.even_s)
+def _order_by(cost_s: FloatArray, is_even: NDArray[np.bool_], request: PolicyInput, fleet: FleetLoad) -> IntArray:
+    """Order by cost, lowest first; break ties by requests, decode speed, session, then at random.
+
+    Costs within 1% and 1 ms of the lowest are a tie, and so are those marked in `is_even` [W].
+    """
+    is_tied = is_even | (cost_s <= 1.01 * cost_s.min() + 0.001)
     tied, others = np.flatnonzero(is_tied), np.flatnonzero(~is_tied)
     is_elsewhere = tied != fleet.rows.get(request.last_worker_id or "", -1)
     slowness = _slowness(fleet.decode_tokens_per_s[tied])
@@ -238,7 +223,7 @@ def _slowness(decode_tokens_per_s: FloatArray) -> FloatArray:
     return slowness
 
 
-_Order = Callable[[PolicyInput, FleetLoad, CostTerms, CostConfig], IntArray]
+_Order = Callable[[PolicyInput, FleetLoad, CostTerms], IntArray]
 
 _ORDERS: dict[Policy, _Order] = {
     Policy.PREFIX: _by_cost,
