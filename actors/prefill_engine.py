@@ -17,7 +17,7 @@ from actors.nixl_carrier import DirectBlocks, choose_carrier
 from actors.process.actor_thread import ActorThread, without_compiler
 from actors.settings import PrefillSettings
 from actors.shell_messages import Abort, Add, AskSnapshot, Refused, Snapshot, Status, StepOutput
-from actors.target.engine_loop import EngineLoop, KVEventBuffer, StatusReporter
+from actors.target.engine_loop import STEP_TIMEOUT_S, EngineLoop, StatusReporter
 from actors.target.index_reporter import IndexReporter, ReportSink
 from engine.accounting.engine_stats import EngineStats, FetchFailure
 from engine.engine_core.loading import load_engine
@@ -70,7 +70,7 @@ class PrefillEngine:
 
     async def wait_ready(self) -> None:
         """Return when the model is loaded. Raises ConfigError if it cannot be served."""
-        await asyncio.to_thread(self._thread.wait_ready, self._settings.start_timeout_s)
+        await asyncio.to_thread(self._thread.wait_ready)
         self._reporter.on_ready()
         self._reporting = asyncio.create_task(self._reporter.run(self), name="index-reporter")
 
@@ -100,10 +100,10 @@ class PrefillEngine:
 
     def check(self) -> None:
         """Raise UnavailableError if the engine has work and makes no progress."""
-        if self._loop.stalled_s > self._settings.step_timeout_s:
+        if self._loop.stalled_s > STEP_TIMEOUT_S:
             raise UnavailableError(
                 f"no prompt tokens were computed for {self._loop.stalled_s:.0f} s, and the limit is "
-                f"{self._settings.step_timeout_s:.0f} s; the replica is replaced"
+                f"{STEP_TIMEOUT_S:.0f} s; the replica is replaced"
             )
 
     def prefill(
@@ -214,10 +214,9 @@ class PrefillEngine:
 
     def _serve(self, is_ready: Callable[[], None]) -> None:
         self._carrier = choose_carrier(self._settings.kv_transport)
-        kv_events = KVEventBuffer()
         self._peers = PeerTransport(self._peer_handle, self._carrier)
         with without_compiler():
-            core = load_engine(self._settings.engine, None, kv_events.record, self._peers)
+            core = load_engine(self._settings.engine, transport=self._peers)
         self._blocks = core.blocks
         runner = core.runner
         assert isinstance(runner, ModelRunner), "from_config loads one"
@@ -227,7 +226,7 @@ class PrefillEngine:
         max_blocks = max(1, self._settings.engine.scheduler.max_tokens_per_step // runner.block_size)
         self._exporter = BlockExporter(runner, max_blocks, self._post)
         core.on_computed = self._exporter.collect
-        reporter = StatusReporter(self._report, kv_events, lambda: core.blocks.cached_keys)
+        reporter = StatusReporter(self._report, core.blocks)
         self._loop = EngineLoop(core, self._emit, reporter=reporter)
         self._peers.open(self._layout, on_news=self._loop.wake)
         is_ready()

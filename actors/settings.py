@@ -81,15 +81,12 @@ class PrefillSettings:
     """The settings of a prefill replica.
 
     `engine.scheduler.max_tokens_per_step` is the chunk size, and blocks leave after each chunk. `niceness` is added to
-    the niceness of the engine's thread, so that prefill gives way to decoding on shared cores. A replica that has
-    prompts and makes no progress for `step_timeout_s` is replaced.
+    the niceness of the engine's thread, so that prefill gives way to decoding on shared cores.
     """
 
     engine: EngineConfig
     niceness: int = 0
     kv_transport: KVTransportKind = KVTransportKind.AUTO
-    start_timeout_s: float = 1800.0
-    step_timeout_s: float = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,25 +94,20 @@ class AutoTuneSettings:
     """The response to a drift alarm: the trainer of a new draft.
 
     `command` has arguments for Python, without `--draft` and `--output`. The trainer trains for `minutes`, and puts its
-    drafts into `folder`. For `pause_s` after a response begins, further alarms get none.
+    drafts into `folder`.
     """
 
     command: tuple[str, ...]
     folder: str
     minutes: float
-    pause_s: float = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class PairSettings:
-    """The settings of a pair's shell: how it starts its actors and checks their health.
+    """The settings of a pair's shell and its actors.
 
     `more_drafts` are draft models next to the deployment's own. With a `draft_share` each draft model has its own
-    process; without one all run in the target's.
-
-    `max_requests` counts running and queued requests. A target is killed and restarted if it does not answer a ping
-    within `pong_timeout_s`, or has work and makes no progress for `step_timeout_s`. If it is not back after
-    `restart_timeout_s`, the replica becomes unhealthy.
+    process; without one all run in the target's. `max_requests` counts running and queued requests.
     """
 
     engine: EngineConfig
@@ -124,10 +116,6 @@ class PairSettings:
     draft_share: ProcessShare | None = None  # of each draft model, if they have their own processes
     kv_transport: KVTransportKind = KVTransportKind.AUTO
     max_requests: int = 320
-    start_timeout_s: float = 1800.0
-    pong_timeout_s: float = 10.0
-    step_timeout_s: float = 120.0
-    restart_timeout_s: float = 300.0
     kv_events: str | None = None  # address where changes of the prefix cache are published
     auto_tune: AutoTuneSettings | None = None  # an alarm starts the training of a new draft
     more_drafts: tuple[DraftSettings, ...] = ()

@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 
 SHELL_CPUS = 0.1
 INGRESS_CPUS = 0.05
-_NUM_VERSIONS = 4  # of the ingress at once: replicas that a redeploy has replaced finish their streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,8 @@ def plan_pair(
             `pair.gpus` is not refused for that: its pairs wait for nodes.
     """
     num_ranks, num_prefills, demand = config.target.tensor_parallel_size, config.prefill.max_replicas, config.pair.gpus
-    ingress_cpus = _NUM_VERSIONS * INGRESS_CPUS * config.ingress.num_replicas
+    # Four versions of the ingress at once: replicas that a redeploy has replaced finish their streams.
+    ingress_cpus = 4 * INGRESS_CPUS * config.ingress.num_replicas
     if demand is not None:  # each demanded GPU has its cores, whatever the nodes of today are
         num_gpus, kind = _demanded_gpus(config, demand.count, is_one_process), demand.kind
         num_cores, prefill_threads = num_gpus * config.cores_per_gpu, config.cores_per_gpu
@@ -211,7 +211,7 @@ def _gpus_per_pair(
     least = min(choices)
     each = "a GPU each" if least == 1 else f"{least} GPUs each, on one node"
     remedy = "or add GPUs" if least == 1 else "target.tensor_parallel_size or draft.gpu, or add GPUs"
-    if config.draft_models and _has_to_part(config):
+    if config.draft_models and _needs_own_gpu(config):
         remedy = "set speculation.mode to 'sync', which lets the draft share the target's, or add GPUs"
     raise ConfigError(
         f"{num_pairs} pairs{prefills} need {each} and the cluster has {num_gpus}; "
@@ -229,10 +229,10 @@ def _wanted_gpus(config: DeployConfig, is_one_process: bool = False) -> tuple[in
     num_ranks = config.target.tensor_parallel_size
     if not config.draft_models or is_one_process or isinstance(config.draft.gpu, int):
         return (num_ranks,)
-    return (num_ranks + 1,) if config.draft.gpu == "own" or _has_to_part(config) else (num_ranks + 1, num_ranks)
+    return (num_ranks + 1,) if config.draft.gpu == "own" or _needs_own_gpu(config) else (num_ranks + 1, num_ranks)
 
 
-def _has_to_part(config: DeployConfig) -> bool:
+def _needs_own_gpu(config: DeployConfig) -> bool:
     """True if the draft needs its own GPU: side by side with a target of one rank it cannot share the process."""
     return _is_side_by_side(config) and config.target.tensor_parallel_size == 1
 

@@ -28,6 +28,7 @@ from engine.batch.draft import Draft
 from engine.proposer import Proposer
 from engine.sequence.batch import DraftQuery
 from engine.sequence.sequence import RequestTokens
+from protos.backoff import Backoff
 from protos.errors import ConfigError
 from protos.linux import die_with_parent
 
@@ -146,13 +147,14 @@ class CodeDraft(ChannelProposer):
         return _start(self._socket, self._name)
 
     def _watch(self) -> None:
-        pause_s = self._pause_s
+        backoff = Backoff(self._pause_s, 300.0)
         while not self._closing.is_set():
-            steady_s = self._outlive()
+            ran_s = self._wait_for_end()
             if self._closing.is_set():
                 return
-            # After 60 s of drafting a failure is the first one again.
-            pause_s = self._pause_s if steady_s > 60.0 else min(2 * pause_s, 300.0)
+            if ran_s > 60.0:
+                backoff.reset()
+            pause_s = backoff.next()
             logger.error("draft.code %s is started again in %.0f s", self._name, pause_s)
             if self._closing.wait(pause_s):
                 return
@@ -161,8 +163,8 @@ class CodeDraft(ChannelProposer):
             except ConfigError as error:
                 logger.error("%s", error.message)
 
-    def _outlive(self) -> float:
-        """Return when the process has ended, by itself or because it hangs, with the seconds that it ran."""
+    def _wait_for_end(self) -> float:
+        """Wait until the process has ended, by itself or because it hung; return the seconds that it ran."""
         ran_s, period_s = 0.0, min(0.2, self._silent_limit_s)
         while True:
             try:

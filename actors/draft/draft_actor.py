@@ -70,7 +70,7 @@ class DraftActor:
 
     def ready(self) -> None:
         """Return when the model is loaded and the socket listens. Raises ConfigError if it cannot be served."""
-        self._thread.wait_ready(self._settings.start_timeout_s)
+        self._thread.wait_ready()
 
     def start(self) -> DraftStart:
         """Wait for the outcome of this process's start, and return it."""

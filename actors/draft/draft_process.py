@@ -72,24 +72,19 @@ def serve_draft(settings: PairSettings, folder: Path, is_ready: Callable[[], Non
 class InProcessDraft(GuardedProposer):
     """The draft model of a pair without a `DraftActor`, with the interface of `ChannelProposer`."""
 
-    def __init__(self, proposer: ModelProposer | TextProposer) -> None:
-        super().__init__(proposer)
-        self._proposed = proposer
-
-    @classmethod
-    def load(cls, settings: PairSettings) -> InProcessDraft:
+    def __init__(self, settings: PairSettings) -> None:
         """Load the draft.
 
         Raises:
             ConfigError: the model cannot be loaded, or does not fit the target.
         """
-        proposer, _ = load_draft(settings)
-        return cls(proposer)
+        self._drafter, _ = load_draft(settings)
+        super().__init__(self._drafter)
 
     @property
     def stats(self) -> DraftChannelStats:
         """Whether it drafts; its time is part of the engine's. May be read from any thread."""
-        return DraftChannelStats(is_connected=self.is_on, num_connections=1, translated=self._proposed.counts)
+        return DraftChannelStats(is_connected=self.is_on, num_connections=1, translated=self._drafter.counts)
 
     def flush(self) -> None:
         """Do nothing, since no message is queued."""

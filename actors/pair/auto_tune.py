@@ -29,7 +29,7 @@ _PREFIX = "draft-"
 
 
 class AutoTune:
-    """Trains and tries a draft for one pair: one at a time, and not again within a pause.
+    """Trains and tries a draft for one pair: one at a time, and one an hour.
 
     Pairs of one node share the folder of drafts: one trains, and the others try its newer drafts.
     """
@@ -45,14 +45,12 @@ class AutoTune:
         self._task: asyncio.Task[None] | None = None
 
     def on_drift(self) -> None:
-        """Respond to an alarm, unless a response is running or the last one began within `pause_s`."""
-        now_s = self._clock()
+        """Respond to an alarm, unless a response is running or the last one began within an hour."""
+        now_s, pause_s = self._clock(), 3600.0
         if self._task is not None and not self._task.done():
             return
-        if self._answered_at_s is not None and now_s - self._answered_at_s < self._settings.pause_s:
-            logger.info(
-                "no response to the drift alarm: the last one began less than %.0f s ago", self._settings.pause_s
-            )
+        if self._answered_at_s is not None and now_s - self._answered_at_s < pause_s:
+            logger.info("no response to the drift alarm: the last one began less than %.0f s ago", pause_s)
             return
         self._answered_at_s = now_s
         self._task = asyncio.create_task(self._answer(), name="auto-tune")
@@ -140,7 +138,7 @@ class AutoTune:
         self._draft.note_tuning(text)
 
 
-def auto_tunes(settings: AutoTuneSettings, drafts: PairDrafts) -> Callable[[str], None]:
+def drift_response(settings: AutoTuneSettings, drafts: PairDrafts) -> Callable[[str], None]:
     """Return the response to the alarm of a class of requests: its draft model is tuned, else the first one.
 
     The class name starts with its method.

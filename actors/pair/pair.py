@@ -17,7 +17,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from ray.util.metrics import Gauge
 
-from actors.pair.auto_tune import auto_tunes
+from actors.pair.auto_tune import drift_response
 from actors.pair.pair_actors import PairActors
 from actors.pair.pair_draft import PairDraft, PairDrafts
 from actors.pair.pair_metrics import PairMetrics
@@ -77,14 +77,12 @@ class Pair(PairShell):
         self._reporter = IndexReporter(replica_id, open_index(replica.app_name))
         self._client = TargetClient(self._actors.target_socket, self._reporter)
         self._reporting = asyncio.create_task(self._reporter.run(self._client), name="index-reporter")
-        self._watchdog = Watchdog(
-            self._client, settings, self._actors.restart_target, self._on_pong, self._actors.restart_draft
-        )
+        self._watchdog = Watchdog(self._client, self._actors.restart_target, self._on_pong, self._actors.restart_draft)
         self._watching = asyncio.create_task(self._watchdog.run(), name="watchdog")
-        await self._client.wait_connected(settings.pong_timeout_s)
+        await self._client.wait_connected()
         self._drafts = await self._exchangeable_drafts(replica_id)
         if self._drafts is not None and settings.auto_tune is not None:
-            self._drift_alarms.on_alarm = auto_tunes(settings.auto_tune, self._drafts)
+            self._drift_alarms.on_alarm = drift_response(settings.auto_tune, self._drafts)
 
     async def _exchangeable_drafts(self, replica_id: str) -> PairDrafts | None:
         drafts = await self._head_draft(replica_id)
@@ -95,7 +93,7 @@ class Pair(PairShell):
         return PairDrafts(drafts) if drafts else None
 
     async def _goodput(self) -> tuple[GoodputStats, ...]:
-        return (await self._client.ping(self._settings.pong_timeout_s)).engine.goodput
+        return (await self._client.ping()).engine.goodput
 
     async def kill_draft(self) -> bool:
         for process in self._actors.drafts.values():

@@ -48,7 +48,7 @@ class TargetActor:
         Raises:
             ConfigError: the model, its head, the pool or the limits do not fit.
         """
-        self._thread.wait_ready(self._settings.start_timeout_s)
+        self._thread.wait_ready()
 
     def _serve(self, is_ready: Callable[[], None]) -> None:
         # Imported here: shells and Serve's builder import this class, and must not load torch for it.

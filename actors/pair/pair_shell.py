@@ -98,7 +98,7 @@ class PairShell:
     async def metrics_text(self) -> str:
         """Return this replica's metrics in Prometheus text format, as they are now."""
         if self._client.is_connected:
-            self._on_pong(await self._client.ping(self._settings.pong_timeout_s))
+            self._on_pong(await self._client.ping())
         return self._metrics.text()
 
     async def kill_draft(self) -> bool:
@@ -122,7 +122,7 @@ class PairShell:
         config = self._settings.engine.head
         if config is None or config.path is None:
             return []
-        head = TargetHead(self._client, self._settings.pong_timeout_s)
+        head = TargetHead(self._client)
         running, method = await head.running(), self._settings.draft.method
         report = DraftReport(replica, config.path, running.digest, time.time(), is_deployed=True, method=method)
         return [PairDraft(head, report, head.goodput)]

@@ -39,6 +39,8 @@ from protos.served_model import CHECK_TIMEOUT_S, ModelCard
 
 logger = logging.getLogger(__name__)
 
+PONG_TIMEOUT_S = 10.0  # for a target's answer to a ping, and its greeting; a target without one is restarted
+
 
 class TargetClient:
     """Connects whenever a target listens at `path`. Without a target every request fails at once.
@@ -73,7 +75,7 @@ class TargetClient:
         """Ids of the requests that have not ended."""
         return frozenset(self._streams)
 
-    async def wait_connected(self, timeout_s: float) -> ModelCard:
+    async def wait_connected(self, timeout_s: float = PONG_TIMEOUT_S) -> ModelCard:
         """Wait for a target's greeting, and return its card. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
             await self._is_ready.wait()
@@ -112,13 +114,13 @@ class TargetClient:
         if self.is_connected:
             self._send(AskSnapshot())
 
-    async def ping(self, timeout_s: float) -> Pong:
+    async def ping(self) -> Pong:
         """Return the target's present numbers. Raises TimeoutError or UnavailableError."""
         self.require_card()
         pong: asyncio.Future[Pong] = asyncio.get_running_loop().create_future()
         self._pongs.append(pong)
         self._send(Ping())
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(PONG_TIMEOUT_S):
             return await pong
 
     async def order_head(self, order: OrderHead, timeout_s: float) -> str:
@@ -233,15 +235,15 @@ class TargetHead:
     # their end, but not longer than this.
     _SETTLE_S = 60.0
 
-    def __init__(self, client: TargetClient, pong_timeout_s: float) -> None:
-        self._client, self._pong_timeout_s = client, pong_timeout_s
+    def __init__(self, client: TargetClient) -> None:
+        self._client = client
         self._num_orders = 0
         self._old_requests: frozenset[str] = frozenset()
         self._settled_s = 0.0
 
     async def running(self) -> RunningHead:
         """Return the head that drafts. Raises UnavailableError or TimeoutError if the target is away."""
-        head = (await self._client.ping(self._pong_timeout_s)).head
+        head = (await self._client.ping()).head
         assert head is not None, "it can be exchanged"
         return head
 
@@ -259,7 +261,7 @@ class TargetHead:
         Raises:
             UnavailableError: texts are running that began with the head before, or the target is away.
         """
-        pong = await self._client.ping(self._pong_timeout_s)
+        pong = await self._client.ping()
         if self._client.request_ids & self._old_requests and time.monotonic() < self._settled_s:
             raise UnavailableError("texts of the head before are still running")
         return pong.engine.goodput

@@ -94,7 +94,7 @@ class ActorThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def wait_ready(self, timeout_s: float) -> None:
+    def wait_ready(self, timeout_s: float = 1800.0) -> None:
         """Return once the actor serves.
 
         Raises:

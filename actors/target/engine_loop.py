@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -17,11 +17,13 @@ from protos.block_keys import BlockKey, CacheDelta, join_keys, split_keys
 from protos.errors import ServingError
 from protos.messages import GenerateRequest
 
-if TYPE_CHECKING:  # it loads torch
+if TYPE_CHECKING:  # they load torch
     from engine.engine_core import EngineCore
+    from engine.kv_cache.block_manager import BlockManager
 
 logger = logging.getLogger(__name__)
 
+STEP_TIMEOUT_S = 120.0  # an engine that has work and makes no progress for longer is restarted
 
 # A function is called between two steps, in the loop's thread. It must not raise.
 Command = Add | Abort | AskSnapshot | Callable[[], None]
@@ -191,54 +193,25 @@ class EngineLoop:
         self._emit(Refused.of(request.request_id, error))
 
 
-class KVEventBuffer:
-    """Sums up the block manager's deltas in the target process; belongs to the engine's thread."""
-
-    def __init__(self) -> None:
-        self._is_stored: dict[BlockKey, bool] = {}
-        self._is_cleared = False
-
-    def record(self, delta: CacheDelta) -> None:
-        """Add a delta. Deltas arrive in order."""
-        if delta.is_cleared:
-            self._is_stored = {}
-            self._is_cleared = True
-        self._is_stored.update(dict.fromkeys(split_keys(delta.removed), False))
-        self._is_stored.update(dict.fromkeys(split_keys(delta.stored), True))
-
-    def __bool__(self) -> bool:
-        return bool(self._is_stored) or self._is_cleared
-
-    def take(self) -> CacheDelta:
-        """Return the sum since the last call, and start over."""
-        delta = CacheDelta(
-            stored=join_keys(key for key, is_stored in self._is_stored.items() if is_stored),
-            removed=join_keys(key for key, is_stored in self._is_stored.items() if not is_stored),
-            is_cleared=self._is_cleared,
-        )
-        self._is_stored = {}
-        self._is_cleared = False
-        return delta
-
-
 class StatusReporter:
     """Sends load and cache to the shell if they have changed. The engine's thread calls it between two steps.
 
-    `cached_keys` returns the keys of all cached blocks, including the blocks in `kv_events`.
+    Changes of `blocks`' cache are summed up until the next message. `emit` sends a message.
     """
 
     def __init__(
         self,
         emit: Callable[[Status | Snapshot], None],
-        kv_events: KVEventBuffer,
-        cached_keys: Callable[[], Iterable[BlockKey]],
+        blocks: BlockManager,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._emit = emit
-        self._kv_events = kv_events
-        self._cached_keys = cached_keys
+        self._blocks = blocks
         self._clock = clock
         self._last_load: tuple[int, ...] | None = None
+        self._is_stored: dict[BlockKey, bool] = {}  # blocks stored or removed since the last message
+        self._is_cleared = False
+        blocks.add_sink(self._record)
 
     def report(self, stats: EngineStats) -> None:
         """Send a frame if load or cache has changed since the last frame."""
@@ -248,13 +221,32 @@ class StatusReporter:
             stats.num_queued_prefill_tokens,
             stats.num_running_decode_tokens,
         )
-        if load == self._last_load and not self._kv_events:
+        if load == self._last_load and not self._is_stored and not self._is_cleared:
             return
         self._last_load = load
-        self._emit(Status(self._clock(), stats, self._kv_events.take()))
+        self._emit(Status(self._clock(), stats, self._take()))
 
     def send_snapshot(self) -> None:
-        """Send the whole cache, which includes the buffered changes."""
-        self._kv_events.take()
-        self._emit(Snapshot(join_keys(self._cached_keys())))
+        """Send the whole cache, which includes the changes so far."""
+        self._take()
+        self._emit(Snapshot(join_keys(self._blocks.cached_keys)))
         self._last_load = None
+
+    def _record(self, delta: CacheDelta) -> None:
+        """Add a change; changes arrive in order."""
+        if delta.is_cleared:
+            self._is_stored = {}
+            self._is_cleared = True
+        self._is_stored.update(dict.fromkeys(split_keys(delta.removed), False))
+        self._is_stored.update(dict.fromkeys(split_keys(delta.stored), True))
+
+    def _take(self) -> CacheDelta:
+        """Return the sum of the changes since the last call, and start over."""
+        delta = CacheDelta(
+            stored=join_keys(key for key, is_stored in self._is_stored.items() if is_stored),
+            removed=join_keys(key for key, is_stored in self._is_stored.items() if not is_stored),
+            is_cleared=self._is_cleared,
+        )
+        self._is_stored = {}
+        self._is_cleared = False
+        return delta

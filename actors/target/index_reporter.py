@@ -143,14 +143,14 @@ class IndexReporter(TargetListener):
     async def _report(self, *, is_quiet: bool) -> None:
         report = self._next_report(is_quiet)
         try:
-            is_behind = await self._sink.report(report)
+            is_outdated = await self._sink.report(report)
         except UnavailableError as error:
             if not self._has_failed:
                 logger.warning("the router's index does not respond; it gets a whole snapshot once it does: %s", error)
             self._has_failed = True
             return
         self._has_failed = False
-        if is_behind and self._is_serving and not self._is_awaiting_snapshot and self._snapshot is None:
+        if is_outdated and self._is_serving and not self._is_awaiting_snapshot and self._snapshot is None:
             logger.info("the router's index requests all blocks of this pair")
             self._start_over()
 

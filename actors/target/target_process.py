@@ -38,7 +38,7 @@ from actors.shell_messages import (
     StepOutput,
     TargetReady,
 )
-from actors.target.engine_loop import EngineLoop, KVEventBuffer, StatusReporter
+from actors.target.engine_loop import EngineLoop, StatusReporter
 from actors.target.head_exchange import HeadExchange
 from engine.config import EngineConfig
 from engine.engine_core import EngineCore
@@ -143,13 +143,12 @@ def serve_target(
     own = drafts.get(SpeculationMethod.MODEL)
     others = {method: draft for method, draft in drafts.items() if draft is not own}
     transport = None if prefill is None else PrefillTransport(prefill, choose_carrier(settings.kv_transport))
-    kv_events = KVEventBuffer()
     methods = settings.engine.speculation.methods
     proposer = None if settings.engine.head else proposer_of(methods, own, others=others)
 
     def load(engine: EngineConfig) -> EngineCore:
         with without_compiler():
-            return load_engine(engine, proposer, kv_events.record, transport, step_writer=own, models=others)
+            return load_engine(engine, proposer, transport, step_writer=own, models=others)
 
     # Load the engine; a head that an admin chose last takes the place of the deployed one, unless it fails.
     core, engine, failure = _with_chosen_head(settings.engine, folder, load)
@@ -158,7 +157,7 @@ def serve_target(
     _watch(core, drafts, settings.kv_events)
     # Serve the shell: its server and the engine loop exchange messages in both directions.
     server = ShellServer(FrameListener(folder / TARGET_SOCKET), _card(core, settings), partial(_stats, drafts))
-    reporter = StatusReporter(server.emit, kv_events, lambda: core.blocks.cached_keys)
+    reporter = StatusReporter(server.emit, core.blocks)
     core.on_drafted = lambda drafts: server.emit(StepOutput(tuple(drafts)))
     loop = EngineLoop(core, server.emit, lambda: _flush(drafts), reporter)
     if engine.head is not None and deployed is not None and deployed.path is not None:
@@ -234,7 +233,7 @@ def _drafts(settings: PairSettings, folder: Path) -> dict[str, ChannelProposer |
     code, method = settings.draft.code, settings.draft.method
     drafts: dict[str, ChannelProposer | InProcessDraft] = {method: CodeDraft(folder / method, code)} if code else {}
     if settings.draft_share is None:
-        return drafts | {method: InProcessDraft.load(each) for method, each in settings.of_drafts.items()}
+        return drafts | {method: InProcessDraft(each) for method, each in settings.of_drafts.items()}
     return drafts | {method: ChannelProposer(folder / method / DRAFT_SOCKET) for method in settings.of_drafts}
 
 

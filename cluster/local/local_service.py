@@ -132,12 +132,12 @@ class LocalPair(PairShell):
             from actors.target.target_process import serve_target
 
         thread = ActorThread("Target", partial(serve_target, self._settings, self._folder, None))
-        await asyncio.to_thread(thread.wait_ready, self._settings.start_timeout_s)
+        await asyncio.to_thread(thread.wait_ready)
         self._client = TargetClient(self._folder / TARGET_SOCKET, TargetListener())
-        await self._client.wait_connected(self._settings.pong_timeout_s)
+        await self._client.wait_connected()
         if drafts := await self._head_draft("0"):
             self._drafts = PairDrafts(drafts)
-        watchdog = Watchdog(self._client, self._settings, _end_process, self._on_pong)
+        watchdog = Watchdog(self._client, _end_process, self._on_pong)
         self._watching = asyncio.create_task(watchdog.run(), name="watchdog")
 
     async def kill_drafts(self) -> int:

@@ -11,7 +11,7 @@ from engine.accounting.rates import RateMeter
 from engine.approximate.steps import step_speculation
 from engine.config import EngineConfig
 from engine.engine_core.core import EngineCore, Speculation
-from engine.kv_cache.block_manager import BlockManager, CacheDeltaSink
+from engine.kv_cache.block_manager import BlockManager
 from engine.kv_cache.state_pool import StateSlots, check_target, num_states
 from engine.model.cuda_graphs.buckets import sized
 from engine.model.loader import model_version, tokenizer_file
@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 def load_engine(
     config: EngineConfig,
     proposer: Proposer | None = None,
-    event_sink: CacheDeltaSink | None = None,
     transport: KVTransport | None = None,
     step_writer: Proposer | None = None,
     models: Mapping[str, Proposer] | None = None,
@@ -47,7 +46,6 @@ def load_engine(
     Args:
         config: the model, its head, the pool and the limits.
         proposer: drafts, unless the configuration has a head. With neither, every pass is plain decoding.
-        event_sink: receives the changes of the prefix cache.
         transport: fetches KV from prefill engines; None if this engine prefills every prompt.
         step_writer: writes reasoning steps if the configuration allows them; None uses the proposer.
         models: draft models that serve together with a head, by method name.
@@ -64,7 +62,7 @@ def load_engine(
         check_target(config)
         logger.info("recurrent layers: %d states, for %d sequences at a time", states.num_slots, states.max_sequences)
     blocks = BlockManager(
-        runner.num_blocks, runner.block_size, runner.model_version, event_sink, cache.enable_prefix_caching, states
+        runner.num_blocks, runner.block_size, runner.model_version, cache.enable_prefix_caching, states
     )
     # Assemble the scheduler, with prefill replicas as a source of blocks if there are any.
     rates = RateMeter()

@@ -36,7 +36,6 @@ class BlockManager:
         num_blocks: size of the pool.
         block_size: tokens per block.
         model_version: part of every key; two models never share a block.
-        event_sink: gets every change of the findable blocks, in order.
         enable_prefix_caching: if False, no block gets a key and nothing is shared.
         states: the slots of recurrent layers' states; None for models without such layers. A prefix is then adopted
             up to its last block with a snapshot.
@@ -47,7 +46,6 @@ class BlockManager:
         num_blocks: int,
         block_size: int,
         model_version: str,
-        event_sink: CacheDeltaSink | None = None,
         enable_prefix_caching: bool = True,
         states: StateSlots | None = None,
     ) -> None:
@@ -55,7 +53,7 @@ class BlockManager:
         self.num_queried_tokens = 0  # tokens of all adoptions; the next counts the tokens found
         self.num_hit_tokens = 0
         self._model_version = model_version
-        self._event_sink = event_sink
+        self._sinks: list[CacheDeltaSink] = []
         self.on_stored: StoredSink | None = None  # gets the contents of blocks without a salt that become findable
         self._is_caching = enable_prefix_caching
         self._pool = BlockPool(num_blocks)
@@ -397,15 +395,8 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def add_sink(self, sink: CacheDeltaSink) -> None:
-        """Send every later change to `sink` too."""
-        first = self._event_sink
-
-        def both(delta: CacheDelta) -> None:
-            if first is not None:
-                first(delta)
-            sink(delta)
-
-        self._event_sink = both
+        """Send every later change of the findable blocks to `sink`, in order."""
+        self._sinks.append(sink)
 
     def _forget(self, keys: Sequence[BlockKey]) -> None:
         """Report blocks that can no longer be found, and drop their snapshots."""
@@ -423,5 +414,5 @@ class BlockManager:
         tokens.states = kept
 
     def _emit(self, delta: CacheDelta) -> None:
-        if self._event_sink is not None:
-            self._event_sink(delta)
+        for sink in self._sinks:
+            sink(delta)

@@ -11,12 +11,12 @@ from ray.serve._private.constants import (
     REPLICA_HEALTH_CHECK_UNHEALTHY_THRESHOLD,
 )
 
-from actors.settings import PairSettings
+from actors.pair.target_client import PONG_TIMEOUT_S
+from actors.target.engine_loop import STEP_TIMEOUT_S
 from cluster import app
 from cluster.local.serve_environment import _OWN_CLUSTER
 from cluster.proxy import haproxy_config
 from cluster.schema.replicas import _PACE
-from engine.config import EngineConfig, ModelConfig
 from engine.sampling import grammar_compiler, grammar_trial
 from protos import client_text, convert
 from router import client_limits as limits
@@ -32,7 +32,6 @@ MIB, KIB = 1 << 20, 1 << 10
 HTTP = IngressLimits()
 GRPC_OF_ADDRESS = limits.MAX_CONNECTIONS_PER_ADDRESS * limits.MAX_GRPC_CONNECTIONS // limits.MAX_HTTP_CONNECTIONS
 KEYED, OPEN = callers.ReadingLimits(), reading_gate.OPEN_LIMITS
-PAIR = PairSettings(EngineConfig(ModelConfig("m")))
 HAPROXY_CHECK = _OWN_CLUSTER["RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER"]
 OPEN_SIZES = list(reading_gate.OPEN_METHODS.values())
 BUFFER = f"{RAY_SERVE_HAPROXY_TUNE_BUFSIZE // KIB} KiB"  # HAProxy sees a body's first part
@@ -67,7 +66,7 @@ ROWS = [
     f"texts; {client_text._MAX_VALUES:,} values |",
     f"| messages, tools and tool calls of one gRPC message | {convert.MAX_PARTS:,} |",
     f"| logprobs of one prompt | {sequence_requests.MAX_PROMPT_LOGPROBS:,}, ",
-    f"| a JSON schema; the schemas of all tools | {json_schema.MAX_PARTS:,} fields and items |",
+    f"| a JSON schema; the schemas of all tools | {json_schema.MAX_SCHEMA_PARTS:,} fields and items |",
     f"| a grammar | {grammar_compiler.MAX_SOURCE_BYTES // KIB} KiB, {grammar_compiler.MAX_RULES:,} rules, "
     f"{grammar_trial.MAX_COMPILE_S:.0f} s of processor time and {grammar_trial.MAX_COMPILE_BYTES // MIB} MiB to "
     f"compile, {grammar_trial._MASK_ITEMS:,} items for a mask |",
@@ -90,7 +89,7 @@ def test_a_documented_limit_is_that_of_the_code(row: str) -> None:
         ("operate", f"(`RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER`, {HAPROXY_CHECK.removesuffix('s')} s)"),
         (
             "operate",
-            f"| {PAIR.pong_timeout_s:.0f} s without an answer to a ping, or a step of {PAIR.step_timeout_s:.0f} s",
+            f"| {PONG_TIMEOUT_S:.0f} s without an answer to a ping, or a step of {STEP_TIMEOUT_S:.0f} s",
         ),
         (
             "operate",

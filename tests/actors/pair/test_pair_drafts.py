@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.pair.auto_tune import auto_tunes
+from actors.pair.auto_tune import drift_response
 from actors.pair.pair_draft import PairDraft, PairDrafts
 from protos.errors import ConflictError, RequestError
 from protos.served_model import CheckDraft, ShowDraft, StopCanary, SwapDraft
@@ -64,7 +64,7 @@ async def test_an_alarm_tunes_the_draft_of_its_class_and_else_the_first(
     tmp_path: Path, fallen: str, trained: int
 ) -> None:
     pairs = two_pairs()
-    auto_tunes(settings(tmp_path / "drafts", 0), drafts_of(*pairs))(fallen)
+    drift_response(settings(tmp_path / "drafts", 0), drafts_of(*pairs))(fallen)
     await until_done()
     assert [bool(pair.starts) for pair in pairs] == [trained == 0, trained == 1]
     folder = Path(pairs[trained].path).parent

@@ -7,15 +7,12 @@ import pytest
 
 from actors.pair.target_client import TargetClient
 from actors.pair.watchdog import Watchdog, check_running
-from actors.settings import PairSettings
 from actors.shell_messages import DraftChannelStats, Pong
 from engine.accounting.engine_stats import DraftStats, EngineStats
 from engine.accounting.step_times import StepTimes
-from engine.config import EngineConfig, ModelConfig
 from protos.errors import UnavailableError
 
 STATS = EngineStats(0, 0, 0, 0, 8, 0, 0, 0, 0, DraftStats(), StepTimes())
-SETTINGS = PairSettings(EngineConfig(ModelConfig("m")), step_timeout_s=120.0, restart_timeout_s=300.0)
 
 
 class ScriptedClient:
@@ -26,7 +23,7 @@ class ScriptedClient:
         self.answer: Pong | Exception = Pong(0.0, STATS, {})
         self.num_fences = 0
 
-    async def ping(self, timeout_s: float) -> Pong:
+    async def ping(self) -> Pong:
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
@@ -46,7 +43,6 @@ class Rig:
         self.pongs: list[Pong] = []
         self.watchdog = Watchdog(
             cast(TargetClient, self.client),
-            SETTINGS,
             self._restart,
             self.pongs.append,
             self.restarted_drafts.append,

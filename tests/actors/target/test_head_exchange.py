@@ -144,7 +144,7 @@ class RestartedTarget:
         self._pair, self._folder = pair, private_folder()
         self._process: BaseProcess | None = None
         self.client = TargetClient(self._folder / TARGET_SOCKET, TargetEvents())
-        self.head = TargetHead(self.client, TIMEOUT_S)
+        self.head = TargetHead(self.client)
 
     async def start(self) -> RunningHead:
         """Kill the process that runs, if any, and return the head of the next one."""

@@ -52,7 +52,7 @@ def texts(pair: PairSettings, draft: InProcessDraft | None, on_step: Callable[[i
 def test_a_draft_in_the_targets_process_drafts_and_changes_no_token(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, seed=1)
     pair = settings(tmp_path)
-    draft = InProcessDraft.load(pair)
+    draft = InProcessDraft(pair)
     plain, _ = texts(pair, None)
     drafted, stats = texts(pair, draft)
     assert drafted == plain
@@ -65,7 +65,7 @@ def test_a_draft_that_fails_is_off_and_plain_decoding_goes_on(
 ) -> None:
     write_checkpoint(tmp_path, seed=1)
     pair = settings(tmp_path)
-    draft = InProcessDraft.load(pair)
+    draft = InProcessDraft(pair)
     plain, _ = texts(pair, None)
 
     def fail(_: object) -> None:
@@ -73,7 +73,7 @@ def test_a_draft_that_fails_is_off_and_plain_decoding_goes_on(
 
     def break_it(num_steps: int) -> None:
         if num_steps == 3:
-            monkeypatch.setattr(draft._proposed, "propose", fail)
+            monkeypatch.setattr(draft._drafter, "propose", fail)
 
     with caplog.at_level(logging.ERROR):
         drafted, stats = texts(pair, draft, break_it)

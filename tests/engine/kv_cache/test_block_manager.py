@@ -212,7 +212,8 @@ def test_nothing_is_shared_when_caching_is_off() -> None:
 
 def test_forgotten_blocks_are_found_by_nobody_and_come_back_by_no_sequence_that_held_them() -> None:
     deltas: list[CacheDelta] = []
-    blocks = BlockManager(8, 2, "m", deltas.append)
+    blocks = BlockManager(8, 2, "m")
+    blocks.add_sink(deltas.append)
     first, ended = run(blocks, make_tokens(1, 2, 3, 4, 5)), run(blocks, make_tokens(1, 2, 7))
     blocks.release(ended)
     sibling = run(blocks, make_tokens(1, 2, 3, 4, 6))
@@ -243,7 +244,8 @@ def test_hits_and_queries_are_counted_in_tokens() -> None:
 
 def test_deltas_carry_the_keys_of_the_blocks() -> None:
     deltas: list[CacheDelta] = []
-    blocks = BlockManager(3, P, "m", deltas.append)
+    blocks = BlockManager(3, P, "m")
+    blocks.add_sink(deltas.append)
     keys = block_keys(range(12), P, root_key("m"))
     sequence = make_tokens(*range(12))
     assert blocks.prefix_keys(sequence) == tuple(keys)
@@ -265,7 +267,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.deltas: list[CacheDelta] = []
-        self.blocks = BlockManager(7, 2, "m", self.deltas.append)
+        self.blocks = BlockManager(7, 2, "m")
+        self.blocks.add_sink(self.deltas.append)
         self.slow = SlowCache(7, 2)
         self.live: list[TokenBlocks] = []
         self.roots = frozenset(root_key("m", salt) for salt in ("", "s"))

@@ -130,10 +130,10 @@ class Family:
         return self._texts
 
     def build(self, case: Case, num_drafts: int = MAX_DRAFTS, drafter: str = DRAFTERS[0], **options: Any) -> EngineCore:
-        """Return an engine for a case; `options` are of the cache, except `event_sink` and `transport`."""
+        """Return an engine for a case; `options` are of the cache, except `transport`."""
         sizes = [-(-(len(each.prompt_token_ids) + self.length) // P) for each in self.groups[0]]
         num_blocks = int(max(2 * max(sizes), case.room * sum(sizes)))
-        parts = {name: options.pop(name) for name in ("event_sink", "transport") if name in options}
+        transport = options.pop("transport", None)
         method = SpeculationMethod.SELF if num_drafts and drafter == "self" else SpeculationMethod.MODEL
         config = EngineConfig(
             ModelConfig(str(self.folder), dtype="float32", deterministic=True),
@@ -145,7 +145,7 @@ class Family:
             INT8_SELF if method is SpeculationMethod.SELF else None,
             min_remote_prefill_tokens=2 * P,
         )
-        return load_engine(config, self._proposer(config, drafter) if num_drafts else None, **parts)
+        return load_engine(config, self._proposer(config, drafter) if num_drafts else None, transport)
 
     def _proposer(self, config: EngineConfig, drafter: str) -> Proposer | None:
         if drafter in ("script", "self"):
@@ -163,11 +163,12 @@ class Family:
     def outcome(self, case: Case, drafter: str = DRAFTERS[0]) -> Outcome:
         """Compute all texts in a case and compare them with the plain ones."""
         evictions: list[int] = []
-        options: dict[str, Any] = {"event_sink": lambda delta: evictions.append(_num_removed(delta))}
+        options: dict[str, Any] = {}
         if case.is_fetched:
             elsewhere = self.build(replace(case, max_tokens_per_step=14), num_drafts=0)
             options["transport"] = InProcessTransport(elsewhere, tokens_per_s=1e9)
         cores = [self.build(case, drafter=drafter, **options)]
+        cores[0].blocks.add_sink(lambda delta: evictions.append(_num_removed(delta)))
         cores += [self.build(case, drafter=drafter)] if case.stay else []
         place, differences, num_tokens = Place(cores, case.stay), 0, 0
         for group in self.groups:
