@@ -64,11 +64,18 @@ def allocate(
         max_seconds: Upper limit of C + D.
         num_steps: `[K]`, the steps of a draft model for a longest draft of 1 to K; by default as many as drafts.
     """
-    num_sequences, num_positions = len(acceptance), len(acceptance[0])
-    steps = range(1, num_positions + 1) if num_steps is None else num_steps
-    if num_sequences == 1:
+    steps = range(1, len(acceptance[0]) + 1) if num_steps is None else num_steps
+    if len(acceptance) == 1:
         draft_s = [step_s * number + token_s * tokens for tokens, number in enumerate(steps, 1)]
         return _allocate_to_one(acceptance[0], row_seconds, draft_s, max_seconds)
+    return _allocate_to_several(acceptance, row_seconds, step_s * np.array(steps), token_s, max_seconds)
+
+
+def _allocate_to_several(
+    acceptance: Seq[Seq[float]], row_seconds: RowSeconds, steps_s: np.ndarray, token_s: float, max_seconds: float
+) -> Allocation:
+    """Allocate to two sequences or more; `steps_s` [K] are the seconds of a draft's steps by its longest length."""
+    num_sequences, num_positions = len(acceptance), len(acceptance[0])
     without = Allocation.plain(num_sequences, float(row_seconds.at(0, num_sequences)))
     plain = without.tokens_per_s
     # Order all drafts by acceptance; equal ones by position, so that lengths stay prefixes.
@@ -85,7 +92,7 @@ def allocate(
     wanted = np.cumsum(is_in, axis=1)
     num_drafts = np.minimum(wanted, len(row_seconds.alone) - 1)
     tokens = num_sequences + np.cumsum(is_in * chances, axis=1)
-    seconds = row_seconds.at(num_drafts, tokens) + step_s * np.array(steps)[:, None] + token_s * num_drafts
+    seconds = row_seconds.at(num_drafts, tokens) + steps_s[:, None] + token_s * num_drafts
     goodput = np.where((seconds <= max_seconds) & (wanted == num_drafts), tokens / seconds, 0.0)
     if (best := goodput.max()) <= plain:
         return without

@@ -183,7 +183,7 @@ class StepSpeculation:
 
     def _num_possible(self, reasoning: ReasoningSequence) -> int:
         """Return the most tokens of the draft's next step; the target keeps at least one token to write."""
-        if reasoning.stats.num_judged >= self._config.max_steps:
+        if reasoning.stats.num_scored >= self._config.max_steps:
             return 0
         num_remaining = reasoning.sequence.num_remaining_tokens - 1 - len(self._scorer.suffix_ids)
         return min(self._config.max_step_tokens, num_remaining)

@@ -28,8 +28,8 @@ class Mlp:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertsBeside:
-    """The function of the residual stream that an MLP and experts add up to, each between its own norms.
+class MlpWithExperts:
+    """The sum of an MLP and of experts over the residual stream, each between its own norms.
 
     `router` is a stock module. `mlp_norms` are before and after the MLP, `expert_norms` before and after the experts,
     and before a native mixture's router.

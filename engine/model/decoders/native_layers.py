@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.attention.base import LayerOptions
 from engine.attention.native import MAX_HEAD_DIM, AttentionCall, NativeAttention
 from engine.model.decoders.latent import Latent, LatentCall
-from engine.model.decoders.mlp import ExpertsBeside, Mlp
+from engine.model.decoders.mlp import Mlp, MlpWithExperts
 from engine.model.decoders.row_operations import NativeRows
 from engine.model.forward_batch import ForwardBatch
 from engine.model.linear.native_mixture import NativeMixture
@@ -115,7 +115,7 @@ _NORMS = ("input_norm", "output_norm", "mlp_norm", "mlp_output_norm")
 MAX_TABLES = 2  # of rotary angles
 
 
-class _Beside(ctypes.Structure):
+class _AddedExperts(ctypes.Structure):
     """`struct beside` of the kernel."""
 
     _fields_ = [
@@ -124,7 +124,7 @@ class _Beside(ctypes.Structure):
     ]
 
     @classmethod
-    def of(cls, mlp: ExpertsBeside) -> _Beside:
+    def of(cls, mlp: MlpWithExperts) -> _AddedExperts:
         """Return the experts next to an MLP, valid as long as this."""
         norms = mlp.mlp_norms[1], *mlp.expert_norms
         return cls(ctypes.addressof(mlp.experts.call), *(norm.data_ptr() for norm in norms))
@@ -138,7 +138,7 @@ class _Layer(ctypes.Structure):
         *((name, PackedWeight) for name in ("qkv", "output", "inner", "down", "steps")),
         *((name, PackedWeight) for name in ("input_gate", "input_projection")),
         ("mixture", ctypes.c_void_p),
-        ("beside", _Beside),
+        ("added_experts", _AddedExperts),
         ("latent", LatentCall),
         ("mixer", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("leaves_mlp", "shares_rows")),
@@ -323,9 +323,9 @@ def _layer_call(layer: DecoderLayer, dtype: torch.dtype) -> _Layer | None:
     steps = PackedWeight() if layer.steps is None else packed_weight_of(layer.steps, dtype)
     if None in (*weights, steps, latent) or (layer.mixer is not None and mixer is None):
         return None
-    beside = _Beside()
-    if isinstance(mlp, ExpertsBeside) and isinstance(mlp.experts, NativeMixture) and mlp.experts.dtype is dtype:
-        layer, beside, mlp = replace(layer, mlp_norm=mlp.mlp_norms[0]), _Beside.of(mlp), mlp.mlp
+    added = _AddedExperts()
+    if isinstance(mlp, MlpWithExperts) and isinstance(mlp.experts, NativeMixture) and mlp.experts.dtype is dtype:
+        layer, added, mlp = replace(layer, mlp_norm=mlp.mlp_norms[0]), _AddedExperts.of(mlp), mlp.mlp
     of_mlp = [packed_weight_of(each, dtype) for each in (mlp.inner, mlp.down)] if isinstance(mlp, Mlp) else none
     of_step = none if step is None else [packed_weight_of(each, dtype) for each in (step.gate, step.projection)]
     mixture = ctypes.addressof(mlp.call) if isinstance(mlp, NativeMixture) and mlp.dtype is dtype else None
@@ -341,7 +341,7 @@ def _layer_call(layer: DecoderLayer, dtype: torch.dtype) -> _Layer | None:
         steps,
         *of_step,
         mixture,
-        beside,
+        added,
         latent,
         mixer,
         mlp is not None and mixture is None and of_mlp is none,

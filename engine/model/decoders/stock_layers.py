@@ -18,7 +18,7 @@ from engine.model.decoders.decoder_family import DecoderFamily
 from engine.model.decoders.families import family_of, layers_of, num_heads_of, tables_of
 from engine.model.decoders.latent import Latent, first_latents, has_latents, latent_of
 from engine.model.decoders.layer_inputs import LayerInputs
-from engine.model.decoders.mlp import ExpertsBeside, Mlp
+from engine.model.decoders.mlp import Mlp, MlpWithExperts
 from engine.model.decoders.native_layers import DecoderLayer, InputStep
 from engine.model.decoders.rotary import RotaryTable
 from engine.model.decoders.row_operations import RowOperations
@@ -39,7 +39,7 @@ _BY_HEADS = "query_key_value"  # of the first head, of the second, and so on
 _HEAD_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
 _SHARED = ("shared_expert", "shared_experts")  # attributes of a mixture: an MLP that all rows pass
 # Norms around an MLP next to experts, and around these.
-_NORMS_BESIDE = (
+_NORMS_WITH_EXPERTS = (
     *("pre_feedforward_layernorm", "post_feedforward_layernorm_1"),
     *("pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"),
 )
@@ -197,7 +197,7 @@ class StockLayers:
             return own
         _, _, before, after = self._norms(layer)
         if hasattr(layer, "experts"):  # next to the MLP, each with its own norms
-            taken: Linear = self._experts_beside(index, layer)
+            taken: Linear = self._mlp_with_experts(index, layer)
             before = None
         else:
             taken = self._mixture(index, mlp, shared) if hasattr(mlp, "experts") else self._mlp(index, mlp)
@@ -331,10 +331,10 @@ class StockLayers:
             make_linear = batch_invariant_factory(make_linear, self._dtype)
         pack_linears(module, make_linear, store=self._store, prefix=name)
 
-    def _experts_beside(self, index: int, layer: Any) -> ExpertsBeside:
+    def _mlp_with_experts(self, index: int, layer: Any) -> MlpWithExperts:
         router = layer.router
         before, after, *others = (
-            self._family.norm_weight(getattr(layer, name), self._hidden_size) for name in _NORMS_BESIDE
+            self._family.norm_weight(getattr(layer, name), self._hidden_size) for name in _NORMS_WITH_EXPERTS
         )
         router_norm = (router.scale.float() * router.scalar_root_size).to(before.dtype)
         routing, experts, make = self._family.routing, layer.experts, partial(_kept, dtype=self._dtype)
@@ -342,7 +342,7 @@ class StockLayers:
             experts = NativeMixture(layer, routing)
         pack_linears(router, batch_invariant_factory(make, self._dtype) if self._is_deterministic else make)
         mlp = self._mlp(index, layer.mlp)
-        return ExpertsBeside(self._rows, mlp, experts, router, (before, after), (*others, router_norm))
+        return MlpWithExperts(self._rows, mlp, experts, router, (before, after), (*others, router_norm))
 
     def _input_step(self, index: int, layer: Any) -> InputStep:
         gate, projection = layer.per_layer_input_gate, layer.per_layer_projection
