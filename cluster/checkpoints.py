@@ -157,7 +157,7 @@ def hub_models(config: DeployConfig) -> list[str]:
 
 
 def weight_bytes(path: str) -> int:
-    """Return the bytes of a model's loaded weights; a quantized number counts 2 bytes.
+    """Return the bytes of a model's loaded weights, with 2 bytes for each quantized number.
 
     For a Hub id without local files, ask the Hub; return 0 if it does not answer.
     """
@@ -178,7 +178,8 @@ def weight_bytes(path: str) -> int:
 def gpu_weight_bytes(path: str, quantization: Quantization = Quantization.NONE, num_ranks: int = 1) -> int:
     """Return the bytes of a model's weights on one of `num_ranks` GPUs.
 
-    A whole model keeps the few bits of its files where a GPU multiplies by them; ranks keep parts of 2 bytes a number.
+    On one GPU a model keeps its quantized weights if the GPU's kernels read their format. Ranks of a sharded model have
+    2 bytes per number.
     """
     folder = Path(resolve_model_path(path))
     folder = folder if folder.is_dir() else cached_folder(path) or folder
@@ -213,14 +214,15 @@ def convert_gguf_models(config: DeployConfig, report: Callable[[str], None] = lo
 
 
 def _folder_of(path: str, dtype: ModelDtype | None, report: Callable[[str], None]) -> str:
-    """Return the folder of a model, made of a GGUF file where `path` is one: in `dtype`, or with its blocks if None.
+    """Return the path of a model, and for a GGUF file the folder of its conversion.
 
-    A draft has a dtype, since it may be tuned.
+    Numbers are converted to `dtype`; None keeps the quantized blocks of the file. A draft has a dtype, since it may be
+    tuned.
     """
     if not path.endswith(GGUF):
         return path
     file = Path(resolve_model_path(path))
-    read_gguf_header(file)  # what can be refused at once is
+    read_gguf_header(file)  # refuses a broken file before the conversion
     # 3: the version of the conversion. Increase it when that changes.
     folder = converted_root() / f"{file.stem}-{file_digest(file)[:12]}-{dtype or 'blocks'}-3"
     if not folder.is_dir():

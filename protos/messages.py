@@ -313,7 +313,7 @@ class SpeculationStats:
 class StepStats:
     """Counts of the reasoning steps that the draft wrote for one sequence so far."""
 
-    num_judged: int = 0
+    num_scored: int = 0
     num_accepted: int = 0
     num_accepted_tokens: int = 0
 
@@ -322,13 +322,13 @@ class StepStats:
         return {
             "exact": False,
             "steps_from_draft": self.num_accepted,
-            "steps_rejected": self.num_judged - self.num_accepted,
+            "steps_rejected": self.num_scored - self.num_accepted,
             "tokens_from_draft": self.num_accepted_tokens,
         }
 
     def __add__(self, other: StepStats) -> StepStats:
         return StepStats(
-            self.num_judged + other.num_judged,
+            self.num_scored + other.num_scored,
             self.num_accepted + other.num_accepted,
             self.num_accepted_tokens + other.num_accepted_tokens,
         )

@@ -42,8 +42,8 @@ class Prediction:
         matches = self._match_lens(candidates, tail)
         num_matched = int(matches.max())
         best = [each for each, length in zip(candidates, matches.tolist(), strict=True) if length == num_matched]
-        behind = bisect_left(best, diverged_at)
-        return best[behind % len(best)], num_matched
+        first_after = bisect_left(best, diverged_at)
+        return best[first_after % len(best)], num_matched
 
     def _candidates(self, tail: Sequence[int], diverged_at: int) -> list[int]:
         """Return the positions after the text's last two tokens; of too many, those around the divergence."""
@@ -53,8 +53,8 @@ class Prediction:
         most = 128  # on either side of the divergence: one token may be repeated throughout
         if len(positions) <= 2 * most:
             return positions
-        behind = bisect_left(positions, diverged_at)
-        return positions[: min(behind, most)] + positions[behind : behind + most]
+        first_after = bisect_left(positions, diverged_at)
+        return positions[: min(first_after, most)] + positions[first_after : first_after + most]
 
     def _match_lens(self, positions: Sequence[int], tail: Sequence[int]) -> np.ndarray:  # [positions] int64
         last = np.full(_MAX_MATCH, -2)  # -2: before the text's first token

@@ -7,7 +7,7 @@ REQUEST_TIMEOUT_S = 15  # for a request's headers, the next bytes of its body, a
 KEEP_ALIVE_S = 75  # without a request; clients and proxies close after a minute
 UNREAD_S = 300  # a client that reads nothing of its waiting answer
 
-# A body has its first seconds, and after them this pace on average: 8 MiB take 17 minutes at most.
+# A body may take the first seconds as it likes, and must then keep this pace on average: 8 MiB in 17 minutes at most.
 BODY_GRACE_S = REQUEST_TIMEOUT_S
 MIN_BODY_BYTES_PER_S = 8192
 

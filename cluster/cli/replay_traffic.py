@@ -75,7 +75,7 @@ def _request(file: Path, number: int, text: str, max_tokens: int) -> TrafficRequ
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class DraftTrial:
     """A deployment to measure: its draft's name, the lengths and verification modes to compare, and the traffic."""
 
     draft: str
@@ -135,7 +135,7 @@ class TrafficRun:
         return self.num_tokens / self.seconds
 
 
-def run_trial(trial: Trial) -> list[TrialFigures]:
+def run_trial(trial: DraftTrial) -> list[TrialFigures]:
     """Load the models and replay the traffic in every way, in interleaved rounds; runs in a child process.
 
     Raises:
@@ -148,7 +148,7 @@ def run_trial(trial: Trial) -> list[TrialFigures]:
     return asyncio.run(_measure(trial, config, settings))
 
 
-async def _measure(trial: Trial, config: DeployConfig, settings: PairSettings) -> list[TrialFigures]:
+async def _measure(trial: DraftTrial, config: DeployConfig, settings: PairSettings) -> list[TrialFigures]:
     async with running_service(config, settings) as service:
         replay = Replay(service)
         await replay.run(

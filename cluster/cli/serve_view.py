@@ -48,7 +48,7 @@ class LoadingView:
         self._console = console
         self._folder = folder
         self._waiting = "the models"
-        self._began_s = self._told_s = time.monotonic()
+        self._began_s = self._printed_s = time.monotonic()
         self._is_stopped = threading.Event()
         self._bars = _bars(console) if console.is_terminal else None
         self._tasks: dict[str, TaskID] = {}
@@ -99,9 +99,9 @@ class LoadingView:
 
     def _print_line(self, text: str) -> None:
         now_s = time.monotonic()
-        if now_s - self._told_s < _LINE_PERIOD_S:
+        if now_s - self._printed_s < _LINE_PERIOD_S:
             return
-        self._told_s = now_s
+        self._printed_s = now_s
         text = text or f"waiting for {self._waiting}"
         self._console.print(f"      {now_s - self._began_s:3.0f} s, {text}", markup=False)
 

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+from ipaddress import ip_network
 from typing import Any
 
 import httptools
@@ -34,12 +34,12 @@ from router.client_limits import (
     REQUEST_TIMEOUT_S,
     UNREAD_S,
 )
+from router.grpc_api.callers import client_of, ip_of
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ACCEPTED_AT_ONCE = 64  # accepted before one of them is counted
 DRAIN_S = 30  # for running requests, after the first Ctrl-C
 
-Address = IPv4Address | IPv6Address
 logger = logging.getLogger(__name__)
 
 _FORBIDDEN = PlainTextResponse("The metrics are for the operator's addresses.\n", status_code=403)
@@ -75,8 +75,7 @@ class Places:
 
     def take(self, host: str) -> Callable[[], None] | None:
         """Take a place for a connection from `host`. Return a function that frees it once, or None if all are taken."""
-        address = _address(host)
-        name = _network(address)
+        name = client_of(ip_of(host))
         limit = self._max_connections + (self._num_more if self.is_operator(host) else 0)
         if self._num_of.total() >= limit or self._num_of[name] >= self._max_of_address:
             return None
@@ -94,17 +93,8 @@ class Places:
 
     def is_operator(self, host: str) -> bool:
         """True if the address may take the operators' places."""
-        address = _address(host)
-        return any(address in network for network in self._operators)
-
-
-def _address(host: str) -> Address:
-    address = ip_address(host.partition("%")[0])
-    return getattr(address, "ipv4_mapped", None) or address
-
-
-def _network(address: Address) -> str:
-    return str(address if address.version == 4 else ip_network((address, 64), strict=False))  # one client's
+        ip = ip_of(host)
+        return any(ip in network for network in self._operators)
 
 
 class _Protocol(HttpToolsProtocol):

@@ -67,8 +67,8 @@ class ProxySettings:
 def harden(text: str, settings: ProxySettings, has_stand_in: bool = False) -> str:
     """Return Serve's configuration with time-outs, limits, private sockets, and errors with Retry-After.
 
-    Each frontend has one protocol: the connection of a stalled HTTP/2 stream would stay open, which is bounded for gRPC
-    by its calls' limits alone.
+    Each frontend has one protocol, and HTTP/2 is for gRPC alone: HAProxy keeps the connection of a stalled HTTP/2
+    stream open, and only the limits of gRPC calls bound that.
 
     A hardened text is returned unchanged. While a substitute HAProxy serves (`has_stand_in`), a configuration without
     routes accepts no clients.
@@ -110,8 +110,8 @@ def _bodies() -> str:
     """Return rules that bound a body's size and time for every method.
 
     The first 16 KiB have a time limit of their own. Only a POST may have a longer body; its reader demands a least
-    pace. For such a body the server closes its connection after the answer, and the client's connection closes with it:
-    after an early answer, a client could else keep it open with a byte a minute.
+    pace. After the answer to such a request the connections are closed: otherwise a client with an early answer could
+    keep one open with a byte a minute.
     """
     too_long = _error("A body of %[method] may have 16 KiB, and must have a length.", "invalid_request_error")
     return f"""\

@@ -111,7 +111,7 @@ class MigrationState:
         self._attempt_id = request.request_id
         self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         self.was_accepted = request.is_admitted  # a pair has taken the request
-        self._was_told = request.num_places == 1
+        self._has_waiting = request.num_places > 1  # other choices, which begin once a pair has taken this one
         self._silence_s = 0.0  # the longest wait for the next batch or sign of life
         self._first_token_until_s = math.inf
         self._past_speculation: SpeculationStats | None = None  # of the earlier attempts
@@ -122,7 +122,7 @@ class MigrationState:
 
     def take_news(self) -> bool:
         """Return True once, if others wait to learn that a pair has taken this request."""
-        is_news, self._was_told = not self._was_told, True
+        is_news, self._has_waiting = self._has_waiting, False
         return is_news
 
     def next_request(self) -> GenerateRequest:
@@ -151,7 +151,7 @@ class MigrationState:
             output_token_ids=tuple(self.committed),
             timeout_s=timeout_s,
             sampling=sampling,
-            num_places=1 if self._was_told else self.request.num_places,
+            num_places=self.request.num_places if self._has_waiting else 1,
             is_admitted=self.was_accepted,
             is_moved=self.was_accepted and self._num_moves > 0,
         )

@@ -159,7 +159,7 @@ class ChoiceText:
         before = self._detokenizer.flush()
         self._detokenizer = self._new_detokenizer(self._tokenizer, ())
         text = ""
-        for piece, is_thought in ((before, was_thinking), (reader.spelled, reader.is_thinking)):
+        for piece, is_thought in ((before, was_thinking), (reader.replacement, reader.is_thinking)):
             if is_thought:
                 thoughts.append(self._thought.push(piece))
             else:

@@ -87,7 +87,7 @@ async def _pump(stream: ClosableStream[Item], queue: asyncio.Queue[Item | Except
 
 
 @dataclass
-class Choice:
+class ChoiceStream:
     """The deltas of one choice. Iteration ends, and with it the pair's work, at a finish reason or a stop string."""
 
     index: int  # among the choices of the generation
@@ -256,7 +256,7 @@ class Generation:
                 gained[delta.index].append(delta)
         return gained
 
-    def _choice(self, index: int, request: GenerateRequest, is_admitted: asyncio.Event) -> Choice:
+    def _choice(self, index: int, request: GenerateRequest, is_admitted: asyncio.Event) -> ChoiceStream:
         echo = echo_delta(index, request, self._params, self._tokenizer) if self._params.has_echo else None
         text = ChoiceText(
             index,
@@ -271,7 +271,7 @@ class Generation:
         batches = self._streams.generate(request)
         if self.num_choices > 1:
             batches = leading(batches, is_admitted) if index == 0 else following(batches, is_admitted)
-        return Choice(
+        return ChoiceStream(
             index,
             batches,
             text,

@@ -28,9 +28,9 @@ class HarmonyReader:
     """Sorts the tokens of an answer into thoughts, answer and calls.
 
     A message is a head, up to `<|message|>`, that names a channel and perhaps a recipient, and a text up to the next
-    mark. Messages on the channel analysis are thoughts, messages to a function are calls. The head may name channel and
-    recipient in either order; `spelled` rewrites a call to the order that its tool format parses. Any other recipient
-    is a tool that is not run here, and its message is a thought.
+    mark. Messages on the channel analysis are thoughts, messages to a function are calls. Any other recipient is a tool
+    that is not run here, and its message is a thought. The head may name channel and recipient in either order:
+    `replacement` has the head of a call in the order that its tool format parses.
     """
 
     def __init__(self, thinking: Thinking, tokenizer: Tokenizer) -> None:
@@ -44,11 +44,11 @@ class HarmonyReader:
         self._head = ""
         self._num_head = 0
         self._seen_parts: set[_MessagePart] = set()
-        self.spelled = ""  # text that replaces the mark
+        self.replacement = ""  # text that replaces the mark
         self.num_tokens = 0  # of thoughts, their heads and marks included
         for token_id in thinking.head_ids:
             self.take(token_id)
-        self.spelled, self.num_tokens, self._num_head = "", 0, 0
+        self.replacement, self.num_tokens, self._num_head = "", 0, 0
         self._seen_parts.clear()
 
     @property
@@ -58,7 +58,7 @@ class HarmonyReader:
 
     def take(self, token_id: int) -> bool:
         """Take the next token; return True if it is a mark: part of a head, or the end of a message."""
-        self.spelled = ""
+        self.replacement = ""
         self.num_tokens += self.is_thinking
         is_end = token_id in self._end_ids
         if is_end or (token_id == self._channel_id and self._part is not _MessagePart.HEAD):
@@ -73,7 +73,7 @@ class HarmonyReader:
         return True
 
     def _end_message(self) -> None:
-        self.spelled = CALL_END if self._part is _MessagePart.CALL else ""
+        self.replacement = CALL_END if self._part is _MessagePart.CALL else ""
         self._part, self._head, self._num_head = _MessagePart.HEAD, "", 0
 
     def _begin_text(self) -> None:
@@ -81,10 +81,10 @@ class HarmonyReader:
         channel = match[1] if (match := _CHANNEL.search(self._head)) else ""
         if recipient.startswith(_FUNCTIONS) and self._has_tools:
             self._part = _MessagePart.CALL
-            self.spelled = f"{CALL_BEGIN}{recipient.removeprefix(_FUNCTIONS)}{MESSAGE}"
+            self.replacement = f"{CALL_BEGIN}{recipient.removeprefix(_FUNCTIONS)}{MESSAGE}"
             return
         self._part = _MessagePart.THOUGHT if recipient or channel == "analysis" else _MessagePart.ANSWER
-        self.spelled = _PAUSE if self._part in self._seen_parts else ""
+        self.replacement = _PAUSE if self._part in self._seen_parts else ""
         self._seen_parts.add(self._part)
         if self.is_thinking:
             self.num_tokens += self._num_head
@@ -93,7 +93,7 @@ class HarmonyReader:
 class ThoughtReader:
     """Sorts the tokens of an answer into thought and answer; marks are neither."""
 
-    spelled = ""  # no text replaces a mark
+    replacement = ""  # no text replaces a mark
 
     def __init__(self, thinking: Thinking, tokenizer: Tokenizer) -> None:
         self._format = thinking.format

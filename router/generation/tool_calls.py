@@ -116,7 +116,7 @@ class ToolCallParser:
         return self._new_call(piece.name, piece.arguments).calls
 
     def _read_bare_text(self) -> Gain | None:
-        """Without a mark of its own a call can only be the first thing, or follow another call."""
+        """Read text up to a call without a mark, which comes first in the answer or follows another call."""
         start = self._held.lstrip(" \r\n\t;" if self._num_calls else None)
         if not start:
             return None
@@ -138,13 +138,13 @@ class ToolCallParser:
         return None if end is None else self._read_whole_call(end)
 
     def _read_whole_call(self, end: int) -> Gain:
-        """A complete call that is written in another order, or no call at all."""
+        """Take a complete body: a call whose fields are in another order, or else content."""
         body, self._held = self._held[:end], self._held[end + len(self._format.end) :]
         self._state = _State.TEXT
         return self._whole_call(body) or self._content(self._mark + body + self._format.end)
 
     def _whole_call(self, body: str) -> Gain | None:
-        """Return the call in the text of a whole one, which may have no arguments; None if it is no call."""
+        """Return the call in a complete body, with or without arguments; None if it is no call."""
         key = self._format.arguments_key
         if not key:
             head = self._format.bare_head_pattern.fullmatch(body)
@@ -174,10 +174,10 @@ class ToolCallParser:
         if not end:
             self._state = _State.TEXT
             return _NOTHING
-        _, found, behind = self._held.partition(end)
+        _, found, after = self._held.partition(end)
         if not found:
             return None
-        self._state, self._held = _State.TEXT, behind
+        self._state, self._held = _State.TEXT, after
         return _NOTHING
 
     def _flush(self, reason: FinishReason) -> Gain:
@@ -215,7 +215,7 @@ class ToolCallParser:
         return None if end is None else num_scanned + end
 
     def _end_of_call(self) -> int | None:
-        """Return the end of the body of the call that is held; None while it may go on."""
+        """Return the end of the buffered call's body; None if it has not arrived."""
         if not self._format.end and not self._format.arguments_key:
             if (place := self._held.find(self._format.begin)) >= 0:
                 return place

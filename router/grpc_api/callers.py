@@ -10,13 +10,13 @@ not arrived after `grace_s` moves from the caller with the most places to the wa
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import math
 import os
 from collections import Counter
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import unquote
 
@@ -73,12 +73,20 @@ def address(context: CallContext, *, has_proxy: bool) -> str:
     host = peer.removeprefix("ipv4:").removeprefix("ipv6:")
     host = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0] if "." in host else host
     try:
-        found = ipaddress.ip_address(host.partition("%")[0])
+        return client_of(ip_of(host))
     except ValueError:
         return "unknown"  # callers without an address share one
-    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is None:
-        return str(ipaddress.ip_network((found, 64), strict=False))  # one client owns all addresses of such a network
-    return str(getattr(found, "ipv4_mapped", None) or found)
+
+
+def ip_of(host: str) -> IPv4Address | IPv6Address:
+    """Return an address without its zone; an IPv4 address in IPv6's form becomes IPv4's. Raises ValueError."""
+    found = ip_address(host.partition("%")[0])
+    return getattr(found, "ipv4_mapped", None) or found
+
+
+def client_of(ip: IPv4Address | IPv6Address) -> str:
+    """Return the address of a client, or its IPv6 network of 64 bits, whose addresses belong to one client."""
+    return str(ip if ip.version == 4 else ip_network((ip, 64), strict=False))
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,8 +53,8 @@ from router.openai.request_head import (
 )
 from router.openai.response_writer import ResponseWriter, start_stream
 from router.openai.responses_request import ResponsesRequest, ResponsesWriter
-from router.openai.static_page import PAGE_PREFIX, StaticPage
-from router.requests.body import KillDrafts, StopCanaries, SwapDrafts, TryDrafts
+from router.openai.static_page import PAGE_PREFIX, add_pages
+from router.requests.body import NoFields, SwapDrafts, TryDrafts
 from router.requests.chat_request import ChatCompletionRequest, ForeignChat, unread_parts
 from router.requests.completion_request import CompletionRequest, DetokenizeRequest, TokenizeRequest
 
@@ -211,7 +211,7 @@ class OpenAIApi:
 
     async def kill_drafts(self, request: Request) -> Response:
         """Kill the drafts, to see that the text goes on; for admins, and in JSON, which other sites cannot send."""
-        await self._body(request, KillDrafts)
+        await self._body(request, NoFields)
         return JSONResponse(KilledDrafts(num_drafts=await self._service.drafts.kill()))
 
     async def drafts(self) -> Response:
@@ -230,7 +230,7 @@ class OpenAIApi:
 
     async def stop_canaries(self, request: Request) -> Response:
         """End all trials of drafts; for admins."""
-        await self._bodies.read(request, StopCanaries, is_strict=True)
+        await self._bodies.read(request, NoFields, is_strict=True)
         return JSONResponse(drafts_answer(await self._service.drafts.stop_canary()))
 
     async def metrics(self, request: Request) -> Response:
@@ -270,7 +270,7 @@ def build_app(
     service.metrics.watch_keys(api_keys)
     app = FastAPI(
         dependencies=[Depends(api.authenticate)],
-        docs_url=None,  # a page that asks other servers for its scripts; ours is in `StaticPage`
+        docs_url=None,  # a page that asks other servers for its scripts; ours is in `add_pages`
         redoc_url=None,
         redirect_slashes=False,  # `one_slash` finds the path; a redirect would name http:// where TLS ends earlier
     )
@@ -289,7 +289,7 @@ def build_app(
     app.add_middleware(around(close_unread))
     app.add_middleware(around(begin_in_turn, places=asyncio.Semaphore(8)))
     _add_routes(app, api)
-    StaticPage().add_routes(app)
+    add_pages(app)
     return app
 
 

@@ -125,8 +125,8 @@ def _add_message(chat: ForeignChat, message: dict[str, Any], name: str) -> None:
         elif kind != "redacted_thinking":
             rest.append(block)
     if rest or calls or thoughts:
-        said = {"role": role, "content": rest, "tool_calls": calls or None, "reasoning": thoughts or None}
-        chat.add(name, {key: value for key, value in said.items() if value is not None})
+        message = {"role": role, "content": rest, "tool_calls": calls or None, "reasoning": thoughts or None}
+        chat.add(name, {key: value for key, value in message.items() if value is not None})
 
 
 def _call(block: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from router.openai.answers import (
 from router.openai.chat_writer import Chat, ChatChunk, TextCompletion
 from router.openai.messages_request import MessagesRequest
 from router.openai.responses_request import ResponsesRequest
-from router.requests.body import KillDrafts, StopCanaries, SwapDrafts, TryDrafts
+from router.requests.body import NoFields, SwapDrafts, TryDrafts
 from router.requests.chat_request import ChatCompletionRequest
 from router.requests.completion_request import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from router.requests.generation_fields import NOT_SERVED
@@ -99,7 +99,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "/detokenize": Operation(
         "Turn token ids into text", DetokenizeAnswer, DetokenizeRequest, example={"tokens": [1, 2]}
     ),
-    "/admin/drafts/kill": Operation("Kill the draft processes; the text goes on", KilledDrafts, KillDrafts),
+    "/admin/drafts/kill": Operation("Kill the draft processes; the text goes on", KilledDrafts, NoFields),
     "/admin/drafts/swap": Operation(
         "Have every pair run another draft; the text goes on",
         DraftsAnswer,
@@ -112,7 +112,7 @@ OPERATIONS: Mapping[str, Operation] = {
         TryDrafts,
         example={"path": "/models/draft"},
     ),
-    "/admin/drafts/canary/stop": Operation("End all trials of drafts", DraftsAnswer, StopCanaries),
+    "/admin/drafts/canary/stop": Operation("End all trials of drafts", DraftsAnswer, NoFields),
     "/admin/drafts": Operation("List the draft of every pair", DraftsAnswer),
     "/v1/models": Operation("List the model that is served", ModelList),
     "/v1/models/{model_id}": Operation("Describe the model that is served", ServedModel),

@@ -29,39 +29,31 @@ _HEADERS = {
 PAGE_PREFIX = "/page/"
 
 
-class StaticPage:
-    """The files of `router/page`, by name. They need no API key; the endpoints that they call do."""
+def add_pages(app: FastAPI) -> None:
+    """Serve the page at `/`, the API's at `/docs`, and their files below `/page/`.
 
-    def __init__(self) -> None:
-        files = sorted(file for file in _FOLDER.iterdir() if file.suffix in _TYPES)
-        self._bodies = {file.name: file.read_bytes() for file in files}
+    They need no API key; the endpoints that they call do.
+    """
+    bodies = {file.name: file.read_bytes() for file in sorted(_FOLDER.iterdir()) if file.suffix in _TYPES}
 
-    def add_routes(self, app: FastAPI) -> None:
-        """Serve the page at `/`, the API's at `/docs`, and their files below `/page/`."""
-        app.add_api_route("/", self.index, methods=["GET", "HEAD"], response_model=None, include_in_schema=False)
-        app.add_api_route("/docs", self.docs, methods=["GET", "HEAD"], response_model=None, include_in_schema=False)
-        app.add_api_route(
-            PAGE_PREFIX + "{name}", self.file, methods=["GET", "HEAD"], response_model=None, include_in_schema=False
-        )
-
-    async def index(self, request: Request) -> Response:
-        """Answer with the page."""
-        return self._answer(request, "index.html")
-
-    async def docs(self, request: Request) -> Response:
-        """Answer with the page that shows the OpenAPI document."""
-        return self._answer(request, "docs.html")
-
-    async def file(self, request: Request, name: str) -> Response:
-        """Answer with one of the page's files. Raises NotFoundError for another name."""
-        if name not in self._bodies:
+    async def file(request: Request, name: str) -> Response:
+        if name not in bodies:
             raise NotFoundError(f"There is nothing at {request.url.path}.")
-        return self._answer(request, name)
+        return _answer(request, name, bodies[name])
 
-    def _answer(self, request: Request, name: str) -> Response:
-        body = self._bodies[name]
-        tag = f'"{blake2b(body, digest_size=8).hexdigest()}"'
-        headers = {**_HEADERS, "ETag": tag}
-        if request.headers.get("if-none-match") == tag:
-            return PlainResponse(status_code=304, headers=headers)
-        return PlainResponse(body, media_type=_TYPES[Path(name).suffix], headers=headers)
+    async def index(request: Request) -> Response:
+        return await file(request, "index.html")
+
+    async def docs(request: Request) -> Response:
+        return await file(request, "docs.html")
+
+    for path, page in (("/", index), ("/docs", docs), (PAGE_PREFIX + "{name}", file)):
+        app.add_api_route(path, page, methods=["GET", "HEAD"], response_model=None, include_in_schema=False)
+
+
+def _answer(request: Request, name: str, body: bytes) -> Response:
+    tag = f'"{blake2b(body, digest_size=8).hexdigest()}"'
+    headers = {**_HEADERS, "ETag": tag}
+    if request.headers.get("if-none-match") == tag:
+        return PlainResponse(status_code=304, headers=headers)
+    return PlainResponse(body, media_type=_TYPES[Path(name).suffix], headers=headers)

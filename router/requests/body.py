@@ -155,8 +155,8 @@ def read_json(text: str, name: str, param: str) -> object:
         raise RequestError(f"{name} is nested too deeply; send a flatter value.", param=param) from None
 
 
-class KillDrafts(BaseModel):
-    """The body of `/admin/drafts/kill`, which has no fields: a page of another site cannot send JSON."""
+class NoFields(Body):
+    """The body of an order without fields: a page of another site cannot send JSON."""
 
 
 _TRIAL = TryDraft("")
@@ -182,7 +182,3 @@ class TryDrafts(SwapDrafts):
     false_keep: float = Field(default=_TRIAL.false_keep, ge=1e-6, le=0.5, strict=False)
     false_rollback: float = Field(default=_TRIAL.false_rollback, ge=1e-6, le=0.5, strict=False)
     max_pairs: int = Field(default=_TRIAL.max_pairs, ge=4, le=1000)
-
-
-class StopCanaries(Body):
-    """The body of `/admin/drafts/canary/stop`, which has no fields."""

@@ -18,7 +18,7 @@ from router.requests.body import Body
 from router.tokenizer.content_parts import plain_content
 
 # Fields of an answer sent back unchanged; `content`, `calls` and `thoughts` already hold all of it.
-_SAID_ELSEWHERE = {
+_COVERED = {
     "annotations",
     "audio",
     "function_call",
@@ -120,7 +120,7 @@ class ChatMessageFields(Body):
 
         The arguments of calls become objects if they are valid JSON; the role `developer` becomes `system`.
         """
-        fields = self.model_dump(exclude_none=True, exclude=_SAID_ELSEWHERE)
+        fields = self.model_dump(exclude_none=True, exclude=_COVERED)
         fields["role"] = str(_TEMPLATE_ROLES.get(self.role, self.role))
         if self.role is Role.ASSISTANT:
             fields |= self._answer(fields.pop("tool_calls", None) or [], fields.get("content"))
@@ -134,10 +134,10 @@ class ChatMessageFields(Body):
         """Return the content and the calls of an assistant's message."""
         if self.function_call is not None:
             calls = [*calls, {"function": self.function_call}]
-        said = content or self.refusal
+        text = content or self.refusal
         if calls:  # many templates read the content of such messages without asking for it
-            return {"content": said or "", "tool_calls": [_call_for_template(call) for call in calls]}
-        return {} if said is None else {"content": said}
+            return {"content": text or "", "tool_calls": [_call_for_template(call) for call in calls]}
+        return {} if text is None else {"content": text}
 
 
 def _readable(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from protos.messages import GrammarKind
 from router.requests.body import Body, as_request_error
 from router.requests.chat_message import RESULTS, ChatMessageFields, Role
 from router.requests.generation_fields import MAX_LOGPROBS, GenerationFields, Int, Seed, SpeculationFields, TokenLimit
-from router.requests.json_schema import check_parts
+from router.requests.json_schema import check_schema_parts
 from router.requests.structured_output import Constraint
 from router.requests.tools import Tool, ToolUse, tool_use
 
@@ -59,7 +59,7 @@ class ChatPromptFields(Body):
                 "continue_final_message and add_generation_prompt exclude each other; send one of them.",
                 param="continue_final_message",
             )
-        check_parts([tool.function.parameters for tool in self.tools or ()], "tools")
+        check_schema_parts([tool.function.parameters for tool in self.tools or ()], "tools")
         return self
 
     @property
@@ -196,10 +196,10 @@ class ForeignChat:
         return self.messages[-1]
 
     def chat_request(self) -> ChatCompletionRequest:
-        """Return the chat, validated. Raises `RequestError` for what no chat can be."""
-        said = {name: value for name, value in self.fields.items() if value is not None}
+        """Return the chat, validated. Raises `RequestError` if it is not a valid one."""
+        given = {name: value for name, value in self.fields.items() if value is not None}
         try:
-            return ChatCompletionRequest.model_validate_json(json.dumps({**said, "messages": self.messages}))
+            return ChatCompletionRequest.model_validate_json(json.dumps({**given, "messages": self.messages}))
         except ValidationError as error:
             raise as_request_error(error, ChatCompletionRequest) from None
         except UnreadPartError as error:

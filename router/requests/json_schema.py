@@ -15,7 +15,7 @@ from protos.errors import RequestError
 from protos.messages import MAX_GRAMMAR_CHARACTERS
 from router.requests.body import read_json
 
-MAX_PARTS = 10_000  # fields and items; of one schema, or of all tools
+MAX_SCHEMA_PARTS = 10_000  # fields and items; of one schema, or of all tools
 # One space, or a line break and an indentation: every common layout, and no way to write white space for ever.
 _WHITESPACE = {"whitespace_pattern": r"[ ]|\r?\n[ \t]{0,60}"}
 _FORMATS = frozenset(
@@ -54,7 +54,7 @@ def schema_source(param: str, schema: object) -> str:
     if not isinstance(schema, dict | bool):
         raise RequestError(f"{param} is not a JSON schema; send an object.", param=param)
     # Bound the size first, then rewrite the schema for the compiler.
-    check_parts([schema], param)
+    check_schema_parts([schema], param)
     try:
         if isinstance(schema, dict):
             _refuse_repeated_keys(schema, param)
@@ -72,16 +72,16 @@ def schema_source(param: str, schema: object) -> str:
     return source
 
 
-def check_parts(values: list[object], param: str) -> None:
+def check_schema_parts(values: list[object], param: str) -> None:
     """Raise RequestError if the values hold more fields and items than a request needs; none of the rest is visited."""
     num_parts, nodes = 0, values[:]
     while nodes:
         node = nodes.pop()
         if isinstance(node, dict | list):
             num_parts += len(node)
-            if num_parts > MAX_PARTS:
+            if num_parts > MAX_SCHEMA_PARTS:
                 raise RequestError(
-                    f"{param} holds more than {MAX_PARTS} fields and items; send a smaller schema.", param=param
+                    f"{param} holds more than {MAX_SCHEMA_PARTS} fields and items; send a smaller schema.", param=param
                 )
             nodes += node.values() if isinstance(node, dict) else node
 
@@ -165,7 +165,7 @@ class _Document:
 
 
 def _leave_out_annotations(node: Schema) -> None:
-    """Drop what forbids nothing."""
+    """Drop keywords that forbid nothing."""
     if isinstance(node.get("format"), str) and node["format"] not in _FORMATS:
         del node["format"]
     if isinstance(node.get("pattern"), str):

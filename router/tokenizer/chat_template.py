@@ -96,7 +96,7 @@ class ChatTemplate:
         except _FAILURES as error:
             kind = TemplateTimeError if isinstance(error, _TimeIsOverError) else RequestError
             raise kind(f"The model's chat template refuses these messages: {error}", param="messages") from error
-        return _cut_behind(text, messages[-1].get("content")) if continue_final_message else text
+        return _cut_after(text, messages[-1].get("content")) if continue_final_message else text
 
 
 class _TimeIsOverError(TemplateError):
@@ -114,7 +114,7 @@ def _deadline(limit_s: float) -> Callable[[], None]:
     return tick
 
 
-def _cut_behind(text: str, content: object) -> str:
+def _cut_after(text: str, content: object) -> str:
     """Return the prompt up to the end of the last message's content; a template may have stripped its white space."""
     parts = content if isinstance(content, list) else [{"text": content or ""}]
     final = "".join(str(part["text"]) for part in parts)

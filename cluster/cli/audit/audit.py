@@ -11,8 +11,8 @@ from functools import partial
 import httpx
 
 from cluster.cli.audit import answers, positions, sampling, speed, ways
-from cluster.cli.audit.client import Budget, Server, explore, seeds_from
-from cluster.cli.audit.trial import PROMPTS, Audit, Finding, Prompt, Trial, Verdict, all_of
+from cluster.cli.audit.client import RequestBudget, Server, explore, seeds_from
+from cluster.cli.audit.trial import PROMPTS, Audit, CheckVerdict, Finding, OpenPrompt, Trial, all_of
 from cluster.cli.audit.wire import TIMEOUT_S, NoVerdictError, RefusedError, fetch
 from protos.errors import ConfigError
 
@@ -34,7 +34,7 @@ class Result:
 
     name: str
     claim: str
-    verdict: Verdict
+    verdict: CheckVerdict
     sentence: str
     num_draws: int
     num_needed: int
@@ -45,7 +45,7 @@ class Result:
     finding: Finding | None
 
 
-# Cheap ones first: a small budget leaves only the finest resolution untold.
+# Cheap checks first: with a small budget only the finest ones reach no verdict.
 CHECKS = (
     Check("usage", "usage counts the tokens of the answer", answers.usage),
     Check("max-tokens", "no answer is longer than max_tokens", answers.max_tokens),
@@ -80,7 +80,7 @@ CHECKS = (
 
 
 async def connect(
-    url: str, key: str, model: str | None, budget: Budget, transport: httpx.AsyncBaseTransport | None = None
+    url: str, key: str, model: str | None, budget: RequestBudget, transport: httpx.AsyncBaseTransport | None = None
 ) -> Server:
     """Return a server with the model to audit.
 
@@ -151,7 +151,7 @@ async def _prepare(audit: Audit) -> str | None:
         audit.why_no_prompts = str(error)
         return None
     pairs = zip(PROMPTS, predictions, strict=True)
-    audit.prompts = [Prompt(text, first) for text, first in pairs if first is not None and first.named]
+    audit.prompts = [OpenPrompt(text, first) for text, first in pairs if first is not None and first.named]
     audit.why_no_prompts = "the reported tokens have no text"
     return None
 
@@ -178,7 +178,7 @@ async def _run(check: Check, audit: Audit, threshold: float, why: str | None) ->
     return Result(
         name=check.name,
         claim=check.claim,
-        verdict=Verdict.FOUND if is_found else Verdict.CANNOT_TELL if reason else Verdict.HOLDS,
+        verdict=CheckVerdict.FOUND if is_found else CheckVerdict.CANNOT_TELL if reason else CheckVerdict.HOLDS,
         sentence=sentence,
         num_draws=trial.num_draws,
         num_needed=trial.num_needed,

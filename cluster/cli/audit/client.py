@@ -55,7 +55,7 @@ def seeds_from(start: int) -> Iterator[int]:
 
 
 @dataclass(slots=True)
-class Budget:
+class RequestBudget:
     """Requests and seconds left, shared by all servers of an audit."""
 
     max_requests: int
@@ -86,7 +86,7 @@ class Server:
     http: httpx.AsyncClient
     url: str
     model: str
-    budget: Budget
+    budget: RequestBudget
     is_chat: bool = False
     num_top: int = 0  # alternatives per token that it reports
     max_choices: int = 1

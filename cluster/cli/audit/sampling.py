@@ -14,7 +14,7 @@ from typing import Any
 from cluster.cli.audit.client import Server
 from cluster.cli.audit.evidence import LeastEvidence
 from cluster.cli.audit.prediction import Claim, Prediction, filtered, tempered, weighted_claim
-from cluster.cli.audit.trial import Audit, Prompt, Trial, add_first_draws, all_of, first_token
+from cluster.cli.audit.trial import Audit, OpenPrompt, Trial, add_first_draws, all_of, first_token
 from cluster.cli.audit.wire import Answer, NoVerdictError
 
 _LEAST_DRAWS = 512  # whatever the planned fault takes
@@ -30,7 +30,7 @@ ClaimOf = Callable[[Prediction, Prefix], Claim | None]
 class Setting:
     """A request's parameter for a prompt, and the claim that it makes of the next token after each prefix."""
 
-    prompt: Prompt
+    prompt: OpenPrompt
     name: str
     value: Any
     claim_of: ClaimOf
@@ -143,7 +143,7 @@ async def _setting(audit: Audit, name: str) -> Setting:
     return best
 
 
-def _settings(prompt: Prompt, name: str) -> Iterator[Setting]:
+def _settings(prompt: OpenPrompt, name: str) -> Iterator[Setting]:
     """Yield a filter's values that remove enough; one token alone would be greedy decoding."""
     probs = prompt.first.probs
     if name == "temperature":
@@ -181,7 +181,7 @@ def _filtered(plain: Prediction, prefix: Prefix, name: str, value: float) -> Cla
     return None if is_near or number >= len(probs) else filtered(plain, number)
 
 
-async def _biased(server: Server, prompt: Prompt) -> Setting:
+async def _biased(server: Server, prompt: OpenPrompt) -> Setting:
     """Bias the likeliest token down. Its id is in vLLM's `return_token_ids` or llama-server's logprobs.
 
     Raises:
@@ -231,7 +231,7 @@ async def _draw_paths(
             raise NoVerdictError("no prefix's distribution would show the parameter")
 
 
-async def _after_prefixes(server: Server, prompt: Prompt, answers: Sequence[Answer]) -> dict[Prefix, Prediction]:
+async def _after_prefixes(server: Server, prompt: OpenPrompt, answers: Sequence[Answer]) -> dict[Prefix, Prediction]:
     """Return the plain distributions after the most frequent beginnings of answers."""
     choices = [choice for answer in answers for choice in answer.choices]
     prefixes = Counter(each.tokens[:length] for each in choices for length in range(1, min(_PATH, len(each.tokens))))
@@ -259,10 +259,10 @@ def _weigh(trial: Trial, part: LeastEvidence, answer: Answer, prefix: Prefix, cl
         trial.show(part.log_evidence - before, answer, claims[0], f"after {''.join(prefix)!r}: {seen}")
 
 
-async def _most_repeating(audit: Audit) -> Prompt:
+async def _most_repeating(audit: Audit) -> OpenPrompt:
     """Return the prompt of short words, each a token, with the most probable repetition of its likeliest token."""
 
-    async def share(prompt: Prompt) -> float:
+    async def share(prompt: OpenPrompt) -> float:
         answer = await audit.server.ask(prompt.text, max_tokens=1, temperature=0.0, logprobs=1)
         if not answer.choices[0].tokens:
             return 0.0

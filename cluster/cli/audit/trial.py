@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 _Part = TypeVar("_Part", bound=Evidence)
 
 
-class Verdict(StrEnum):
+class CheckVerdict(StrEnum):
     """The conclusion of a check."""
 
     HOLDS = "holds"
@@ -152,7 +152,7 @@ PROMPTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class OpenPrompt:
     """A prompt with the reported distribution of its first token."""
 
     text: str
@@ -171,11 +171,11 @@ class Audit:
 
     server: Server
     other: Server | None
-    prompts: list[Prompt] = field(default_factory=list)
+    prompts: list[OpenPrompt] = field(default_factory=list)
     why_no_prompts: str = ""
     plain: Server | None = None  # the server without drafts, once a request is known that turns them off
 
-    def open_prompts(self, number: int) -> list[Prompt]:
+    def open_prompts(self, number: int) -> list[OpenPrompt]:
         """Return the `number` prompts with the most open first tokens.
 
         Raises:

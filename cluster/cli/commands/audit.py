@@ -18,9 +18,9 @@ from typer import Argument, Option
 
 from cluster.cli import console, report, write_text
 from cluster.cli.audit.audit import ALPHA, CHECKS, Check, Result, connect, run_audit
-from cluster.cli.audit.client import Budget, Server
+from cluster.cli.audit.client import RequestBudget, Server
 from cluster.cli.audit.evidence import POWER
-from cluster.cli.audit.trial import Verdict
+from cluster.cli.audit.trial import CheckVerdict
 from cluster.cli.audit.wire import choices_of
 from cluster.cli.server import API_KEY, URL, base_url, finite
 from protos.client_text import for_log
@@ -62,7 +62,7 @@ def audit(
         if file.is_dir() or not file.parent.is_dir():
             raise ConfigError(f"{file} cannot be written; give a file in an existing folder")
     checks = _chosen(only)
-    budget = Budget(requests, time.monotonic() + 60 * minutes)
+    budget = RequestBudget(requests, time.monotonic() + 60 * minutes)
     done = asyncio.run(_audit(url, against, model, api_key, budget, checks))
     if json_file is not None:
         write_json(done, json_file)
@@ -71,9 +71,9 @@ def audit(
     for note in done.notes:
         report(note)
     report(done.summary)
-    if done.number(Verdict.FOUND):
+    if done.number(CheckVerdict.FOUND):
         raise typer.Exit(1)
-    if not done.number(Verdict.HOLDS):
+    if not done.number(CheckVerdict.HOLDS):
         raise typer.Exit(2)  # no verdict
 
 
@@ -86,7 +86,7 @@ def _chosen(only: list[str] | None) -> list[Check]:
 
 
 async def _audit(
-    url: str, against: str | None, model: str | None, key: str, budget: Budget, checks: list[Check]
+    url: str, against: str | None, model: str | None, key: str, budget: RequestBudget, checks: list[Check]
 ) -> Report:
     server = await connect(url, key, model, budget)
     other = await connect(against, key, None, budget) if against else None
@@ -138,13 +138,13 @@ class Report:
     alpha: float = ALPHA
     power: float = POWER
 
-    def number(self, verdict: Verdict) -> int:
+    def number(self, verdict: CheckVerdict) -> int:
         """Checks with a verdict."""
         return sum(check.verdict is verdict for check in self.checks)
 
     @property
     def summary(self) -> str:
-        counts = ", ".join(f"{self.number(verdict)} {verdict}" for verdict in Verdict)
+        counts = ", ".join(f"{self.number(verdict)} {verdict}" for verdict in CheckVerdict)
         return f"{counts}; {self.num_requests} requests, {self.minutes:.1f} minutes"
 
 
@@ -177,8 +177,8 @@ def _row(check: Result) -> str:
     if check.finding is None:
         return row
     curl = curl_of(check.finding.request.url, check.finding.request.body)
-    told = f"expected: {check.finding.expected}\nseen: {check.finding.seen}\n\n{curl}"
-    return f"{row}<details><summary>repeat</summary><pre>{escape(told)}</pre></details>"
+    text = f"expected: {check.finding.expected}\nseen: {check.finding.seen}\n\n{curl}"
+    return f"{row}<details><summary>repeat</summary><pre>{escape(text)}</pre></details>"
 
 
 def curl_of(url: str, body: Any) -> str:

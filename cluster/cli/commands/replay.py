@@ -26,11 +26,12 @@ _FORM = 'each record is an object with "request", the request body, and "respons
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A request and its answer, and their place in the file."""
+    """A request and its answer, their place in the file, and the endpoint that answered."""
 
     place: str
     request: dict[str, Any]
     response: dict[str, Any]
+    path: str
     receipt: Receipt | None = None
 
     @property
@@ -40,23 +41,13 @@ class Record:
         signed = {} if self.receipt is None else {"seed": self.receipt.seed, "receipt": True}
         return {**body, "return_token_ids": True, **signed}
 
-    @property
-    def path(self) -> str:
-        """The endpoint that answered."""
-        kind = self.response.get("object")
-        if not isinstance(kind, str) or kind not in _PATHS or not isinstance(self.response.get("choices"), list):
-            raise ConfigError(
-                f"{self.place}: response.object is {kind!r}; it must be {' or '.join(_PATHS)}, not a stream"
-            )
-        return _PATHS[kind]
-
 
 def replay(
     file: Annotated[str, Argument(metavar="FILE", help="JSON or JSON lines; - reads standard input")],
     url: ServerUrl = URL,
     api_key: Annotated[str, Option(envvar="OPENAI_API_KEY", help="key of the server")] = API_KEY,
     receipt_key: Annotated[
-        str | None, Option(metavar="FILE", help="public key (PEM) that has to have signed every answer's receipt")
+        str | None, Option(metavar="FILE", help="public key (PEM) that must have signed every receipt")
     ] = None,
 ) -> None:
     """Run stored requests again and compare their tokens; report differences, and exit with 1 if there are any."""
@@ -110,13 +101,14 @@ def _record(value: Any, place: str) -> Record:
         raise ConfigError(f"{place}: {error}") from None
     if receipt is None and request.get("seed") is None and request.get("temperature") != 0:
         raise ConfigError(f"{place}: request has no seed and temperature is not 0, so its tokens cannot be reproduced")
-    record = Record(place, request, response, receipt)
-    record.path  # noqa: B018  # refused before anything is sent
-    return record
+    kind = response.get("object")
+    if not isinstance(kind, str) or kind not in _PATHS or not isinstance(response.get("choices"), list):
+        raise ConfigError(f"{place}: response.object is {kind!r}; it must be {' or '.join(_PATHS)}, not a stream")
+    return Record(place, request, response, _PATHS[kind], receipt)
 
 
 def faults_of(record: Record, signer: str | None) -> Iterator[str]:
-    """Yield a line for each reason why a record's receipt does not prove its answer; `signer` is the wanted key."""
+    """Yield a line for each reason why a record's receipt does not prove its answer; `signer` is the expected key."""
     receipt = record.receipt
     if receipt is None:
         if signer is not None:
@@ -139,12 +131,12 @@ def changed_parts(was: Receipt, now: Receipt) -> Iterator[str]:
     for part in _PARTS:
         old, new = getattr(was, part), getattr(now, part)
         if old != new:
-            yield f"{part} differ: {old} was, {new} is"
+            yield f"{part} differ: was {old}, is {new}"
     for old_choice, new_choice in zip(was.choices, now.choices, strict=False):
         for part in ("prompt", "tokens"):
             old, new = getattr(old_choice, part), getattr(new_choice, part)
             if old != new:
-                yield f"{part} of choice {old_choice.index} differ: {old} was, {new} is"
+                yield f"{part} of choice {old_choice.index} differ: was {old}, is {new}"
 
 
 def _replay(client: OpenAI, record: Record, signer: str | None) -> bool:
@@ -201,14 +193,14 @@ def changed_choices(stored: dict[str, Any], answer: dict[str, Any]) -> Iterator[
         return
     by_index = {choice["index"]: choice for choice in answer["choices"]}
     for choice in stored["choices"]:
-        was, now = _said(choice, by_index[choice["index"]])
+        was, now = _compared(choice, by_index[choice["index"]])
         if was != now:
             rank = next((rank for rank, (a, b) in enumerate(zip(was, now, strict=False)) if a != b), None)
             where = min(len(was), len(now)) if rank is None else rank
-            yield f"choice {choice['index']} differs from {where} on: {_at(was, where)} was, {_at(now, where)} is"
+            yield f"choice {choice['index']} differs from {where} on: was {_at(was, where)}, is {_at(now, where)}"
 
 
-def _said(stored: dict[str, Any], now: dict[str, Any]) -> tuple[Any, Any]:
+def _compared(stored: dict[str, Any], now: dict[str, Any]) -> tuple[Any, Any]:
     if "token_ids" in stored:
         return stored["token_ids"], now["token_ids"]
     return _text(stored), _text(now)
@@ -221,8 +213,8 @@ def _text(choice: dict[str, Any]) -> str:
     )
 
 
-def _at(said: Any, rank: int) -> str:
-    return repr(said[rank]) if rank < len(said) else "the end"
+def _at(values: Any, rank: int) -> str:
+    return repr(values[rank]) if rank < len(values) else "the end"
 
 
 def changed_digests(stored: dict[str, Any], answer: dict[str, Any]) -> Iterator[str]:
@@ -231,9 +223,9 @@ def changed_digests(stored: dict[str, Any], answer: dict[str, Any]) -> Iterator[
     old, new = read_fingerprint(was), read_fingerprint(now)
     if old is None or new is None:
         if was != now:
-            yield f"system_fingerprint differs: {was} was, {now} is"
+            yield f"system_fingerprint differs: was {was}, is {now}"
     else:
-        yield from (f"{part} differ: {old[part]} was, {new[part]} is" for part in old if old[part] != new[part])
+        yield from (f"{part} differ: was {old[part]}, is {new[part]}" for part in old if old[part] != new[part])
     if list(_prompts(stored)) != list(_prompts(answer)) and any(prompt is not None for prompt in _prompts(stored)):
         yield "request differs: its prompt has other tokens, by the template, the tokenizer or another body"
     elif (count := _num_prompt_tokens(stored)) not in (None, now_count := _num_prompt_tokens(answer)):

@@ -18,7 +18,7 @@ from typer import Argument, Option
 from cluster.checkpoints import resolve_model_path
 from cluster.cli import check_plot, console, numbers_in, report, save_plot, write_text
 from cluster.cli.deployment import BUNDLED, SetOptions, deployment_of, to_yaml
-from cluster.cli.replay_traffic import TrafficRequest, Trial, TrialFigures, read_traffic, run_trial
+from cluster.cli.replay_traffic import DraftTrial, TrafficRequest, TrialFigures, read_traffic, run_trial
 from cluster.planning.planned_draft import PlannedDraft
 from cluster.planning.replica_plan import ReplicaPlan, replayed_speed_up
 from cluster.planning.roofline import DeviceSpec, ModelShape
@@ -58,7 +58,7 @@ def try_drafts(
     counts = _fitting(_numbers(streams, "--streams"), requests)
     measured: list[TrialFigures] = []
     for name in names:
-        trial = Trial(
+        trial = DraftTrial(
             draft=name,
             deployment=deployment_of(target, draft=name, settings=("speculation.adaptive=false", *chosen)),
             requests=tuple(requests),
@@ -96,7 +96,7 @@ def _variant(each: TrialFigures) -> tuple[str, int, str]:
     return each.draft, each.num_tokens, each.verify
 
 
-def _measured_or_refused(trial: Trial) -> list[TrialFigures]:
+def _measured_or_refused(trial: DraftTrial) -> list[TrialFigures]:
     """Measure in a child process, which frees its memory; report a draft that cannot run and continue."""
     report(
         f"{trial.draft}: {len(trial.requests)} requests, {len(trial.lengths) * len(trial.verify)} variants and plain"

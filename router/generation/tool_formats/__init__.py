@@ -57,8 +57,8 @@ def find_format(template: str, wanted: str = "auto") -> ToolFormat | None:
         return HERMES if wanted == PROMPTED else None
     if wanted not in ("auto", PROMPTED):
         return FORMATS[wanted]
-    return next((format_ for format_, signs in _SIGNS if all(_stands_in(template, sign) for sign in signs)), None)
+    return next((format_ for format_, signs in _SIGNS if all(_is_in(template, sign) for sign in signs)), None)
 
 
-def _stands_in(template: str, sign: str | re.Pattern[str]) -> bool:
+def _is_in(template: str, sign: str | re.Pattern[str]) -> bool:
     return sign in template if isinstance(sign, str) else sign.search(template) is not None

@@ -228,10 +228,10 @@ class TaggedBody:
         followers = (self._format.key[0], self._format.last)
         start = text.find(self._format.value_end)
         while start >= 0:
-            behind = text[start + len(self._format.value_end) :].lstrip()
-            if behind.startswith(followers):
+            after = text[start + len(self._format.value_end) :].lstrip()
+            if after.startswith(followers):
                 return start
-            if any(mark.startswith(behind) for mark in followers):
+            if any(mark.startswith(after) for mark in followers):
                 return None
             start = text.find(self._format.value_end, start + 1)
         return None

@@ -225,8 +225,8 @@ class ToolFormat:
         """Return the rule of a free text up to a mark that has a token, which no text can hold."""
         if mark in self.token_ids:
             return f"TEXT {self._mark(mark)}"
-        before, _, behind = mark.partition(self.core)
-        return f"/(.|\\n)*{_in_pattern(before)}/ <[{self.token_ids[self.core]}]> {literal(behind)}"
+        before, _, after = mark.partition(self.core)
+        return f"/(.|\\n)*{_in_pattern(before)}/ <[{self.token_ids[self.core]}]> {literal(after)}"
 
     def _head(self, function: Function) -> str:
         if self.arguments_key:
@@ -240,8 +240,8 @@ class ToolFormat:
     def _mark(self, mark: str) -> str:
         if mark in self.token_ids or not self._has_token(mark):
             return f"<[{self.token_ids[mark]}]>" if mark in self.token_ids else literal(mark)
-        before, _, behind = mark.partition(self.core)
-        return f"{literal(before)} <[{self.token_ids[self.core]}]> {literal(behind)}"
+        before, _, after = mark.partition(self.core)
+        return f"{literal(before)} <[{self.token_ids[self.core]}]> {literal(after)}"
 
 
 def arguments_schema(function: Function, use: ToolUse) -> Mapping[str, object]:

@@ -20,7 +20,7 @@ from pydantic import BaseModel, Field, TypeAdapter, conint, conlist, constr
 
 from engine.sampling.grammar_trial import _library_source, new_matcher, new_tokenizer
 from protos.errors import RequestError
-from router.requests.json_schema import MAX_PARTS, schema_source
+from router.requests.json_schema import MAX_SCHEMA_PARTS, schema_source
 from tests.engine.fixtures.byte_tokenizer import BYTE_VOCAB_SIZE, END_ID, write_tokenizer
 
 
@@ -253,8 +253,12 @@ def test_every_way_to_have_no_end_is_seen(schema: dict[str, Any]) -> None:
 
 
 def test_a_schema_is_bounded_by_its_parts() -> None:
-    schema_source("guided_json", {"enum": list(range(MAX_PARTS - 1))})
-    for large in ({"enum": list(range(MAX_PARTS))}, {"enum": [[]] * 340_000}, json.dumps({"enum": [[]] * 20_000})):
-        with pytest.raises(RequestError, match=f"more than {MAX_PARTS} fields and items") as error:
+    schema_source("guided_json", {"enum": list(range(MAX_SCHEMA_PARTS - 1))})
+    for large in (
+        {"enum": list(range(MAX_SCHEMA_PARTS))},
+        {"enum": [[]] * 340_000},
+        json.dumps({"enum": [[]] * 20_000}),
+    ):
+        with pytest.raises(RequestError, match=f"more than {MAX_SCHEMA_PARTS} fields and items") as error:
             schema_source("guided_json", large)
         assert error.value.param == "guided_json"

@@ -12,7 +12,7 @@ import sys
 import time
 
 from cluster.cli.audit.audit import CHECKS
-from cluster.cli.audit.trial import Verdict
+from cluster.cli.audit.trial import CheckVerdict
 from tests.cluster.cli.audit.test_audit import FOUND_BY, audit, checks_of
 from tests.cluster.cli.audit.toy_server import ToyServer
 
@@ -31,7 +31,7 @@ def repeat(fault: str, num_runs: int) -> None:
     for run in range(num_runs):
         began_s = time.monotonic()
         results = asyncio.run(audit(ToyServer(fault).app, checks, start=random.randrange(10**9)))
-        found = [name for name, result in results.items() if result.verdict is Verdict.FOUND]
+        found = [name for name, result in results.items() if result.verdict is CheckVerdict.FOUND]
         is_right = bool(found) == bool(fault)
         slowest = max(slowest, time.monotonic() - began_s)
         num_right += is_right

@@ -14,8 +14,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from cluster.cli.audit.audit import CHECKS, Check, Result, connect, corrected, run_audit
-from cluster.cli.audit.client import Budget, seeds_from
-from cluster.cli.audit.trial import Verdict
+from cluster.cli.audit.client import RequestBudget, seeds_from
+from cluster.cli.audit.trial import CheckVerdict
 from protos.errors import ConfigError
 from tests.cluster.cli.audit import toy_server
 from tests.cluster.cli.audit.toy_server import MODEL, VOCABULARY, ToyServer, softmax, tokens_of
@@ -66,7 +66,7 @@ async def audit(
     max_requests: int = 20_000,
     other: Starlette | None = None,
 ) -> dict[str, Result]:
-    budget = Budget(max_requests, time.monotonic() + 170)
+    budget = RequestBudget(max_requests, time.monotonic() + 170)
     server = await connect("http://toy/v1", "key", None, budget, httpx.ASGITransport(app))
     second = await connect("http://two/v1", "key", None, budget, httpx.ASGITransport(other)) if other else None
     server.seeds = seeds_from(start)
@@ -77,7 +77,7 @@ async def audit(
 @pytest.mark.parametrize(("fault", "name"), FOUND_BY.items(), ids=FOUND_BY)
 async def test_a_planted_fault_is_found(fault: str, name: str):
     result = (await audit(ToyServer(fault).app, checks_of(name)))[name]
-    assert result.verdict is Verdict.FOUND, result.sentence
+    assert result.verdict is CheckVerdict.FOUND, result.sentence
     assert result.corrected_p <= 1e-4
     assert result.finding is not None
     assert result.finding.request.body["model"] == MODEL
@@ -85,7 +85,7 @@ async def test_a_planted_fault_is_found(fault: str, name: str):
 
 async def test_a_server_that_does_as_it_reports_passes_every_check():
     results = await audit(ToyServer().app, CHECKS, start=77)
-    assert {name: result.sentence for name, result in results.items() if result.verdict is not Verdict.HOLDS} == {}
+    assert {name: result.sentence for name, result in results.items() if result.verdict is not CheckVerdict.HOLDS} == {}
     assert results["temperature-1"].num_draws > 10_000  # the stated power for 60% served at 63%
 
 
@@ -96,7 +96,7 @@ async def test_a_server_with_steep_distributions_is_no_fault(monkeypatch: pytest
     monkeypatch.setattr(toy_server, "plain_probs", lambda pair: tuple(softmax((0.0, -1.0, *tail))))
     monkeypatch.setattr(toy_server, "top_of", toy_server.top_of.__wrapped__)
     results = await audit(ToyServer().app, checks_of("top-p", "top-k", "min-p"))
-    assert {result.verdict for result in results.values()} <= {Verdict.HOLDS, Verdict.CANNOT_TELL}
+    assert {result.verdict for result in results.values()} <= {CheckVerdict.HOLDS, CheckVerdict.CANNOT_TELL}
 
 
 async def test_a_servers_own_penalty_is_switched_off():
@@ -109,7 +109,7 @@ async def test_a_servers_own_penalty_is_switched_off():
         return toy.answer({**body, **penalty, "busy": 1}, tokens_of(body["prompt"]))
 
     results = await audit(app_of(complete), checks_of("second-ask", "later-tokens"))
-    assert {result.verdict for result in results.values()} == {Verdict.HOLDS}
+    assert {result.verdict for result in results.values()} == {CheckVerdict.HOLDS}
 
 
 async def test_penalties_may_count_the_prompt(monkeypatch: pytest.MonkeyPatch):
@@ -117,12 +117,12 @@ async def test_penalties_may_count_the_prompt(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("cluster.cli.audit.audit.PROMPTS", ("w19 w12 w19 w12 w19",))
     toy = ToyServer(counts_prompt=True)
     results = await audit(toy.app, checks_of("presence", "frequency"))
-    assert {result.verdict for result in results.values()} == {Verdict.HOLDS}
+    assert {result.verdict for result in results.values()} == {CheckVerdict.HOLDS}
 
 
 async def test_a_small_budget_leaves_checks_without_a_verdict():
     results = await audit(ToyServer().app, checks_of("usage", "later-tokens"), max_requests=60)
-    assert {result.verdict for result in results.values()} == {Verdict.CANNOT_TELL}
+    assert {result.verdict for result in results.values()} == {CheckVerdict.CANNOT_TELL}
     assert "--requests 60 are used up" in results["later-tokens"].sentence
 
 
@@ -138,11 +138,11 @@ async def test_two_servers_without_logprobs_are_compared_by_pairs_of_draws():
 
     checks = checks_of("two-distributions", "temperature-1")
     results = await audit(hidden(ToyServer()), checks, other=hidden(ToyServer("argmax")))
-    assert results["two-distributions"].verdict is Verdict.FOUND
-    assert results["temperature-1"].verdict is Verdict.CANNOT_TELL
+    assert results["two-distributions"].verdict is CheckVerdict.FOUND
+    assert results["temperature-1"].verdict is CheckVerdict.CANNOT_TELL
     assert "no logprobs" in results["temperature-1"].sentence
     results = await audit(hidden(ToyServer()), checks, other=hidden(ToyServer()))
-    assert results["two-distributions"].verdict is Verdict.HOLDS
+    assert results["two-distributions"].verdict is CheckVerdict.HOLDS
 
 
 async def _models(request: Request) -> Response:
@@ -174,7 +174,7 @@ def fixed(answer: Response) -> Starlette:
 )
 async def test_a_server_that_gives_no_answers_gets_a_sentence_and_no_verdict(app: Starlette, words: str):
     for result in (await audit(app, CHECKS)).values():
-        assert result.verdict is Verdict.CANNOT_TELL
+        assert result.verdict is CheckVerdict.CANNOT_TELL
         assert words in result.sentence
 
 
@@ -195,10 +195,10 @@ async def test_checks_after_a_silence_try_the_server_again(is_back: bool):
         return JSONResponse({"data": [{"id": MODEL}]})
 
     results = await audit(app_of(complete, models), checks_of("usage", "max-tokens", "stops", "top-k", "second-ask"))
-    assert not any(result.verdict is Verdict.FOUND for result in results.values())
+    assert not any(result.verdict is CheckVerdict.FOUND for result in results.values())
     assert any("gone" in result.sentence for result in results.values())
     if is_back:
-        assert results["second-ask"].verdict is Verdict.HOLDS
+        assert results["second-ask"].verdict is CheckVerdict.HOLDS
     else:
         assert "requests in a row" in results["second-ask"].sentence
 
@@ -223,14 +223,14 @@ async def test_fields_that_a_server_refuses_are_left_out():
         return await toy.complete(request)
 
     results = await audit(app_of(complete), checks_of("top-p", "min-p", "logit-bias"))
-    assert results["top-p"].verdict is Verdict.HOLDS
-    assert results["min-p"].verdict is Verdict.CANNOT_TELL
+    assert results["top-p"].verdict is CheckVerdict.HOLDS
+    assert results["min-p"].verdict is CheckVerdict.CANNOT_TELL
     assert "unknown field" in results["min-p"].sentence
     assert "token ids" in results["logit-bias"].sentence
 
 
 def test_p_values_are_corrected_by_holm():
     def result(p: float) -> Result:
-        return Result("x", "", Verdict.HOLDS, "", 1, 1, p, p, 1, 1.0, None)
+        return Result("x", "", CheckVerdict.HOLDS, "", 1, 1, p, p, 1, 1.0, None)
 
     assert [each.corrected_p for each in corrected([result(0.04), result(0.01), result(0.9)])] == [0.08, 0.03, 0.9]

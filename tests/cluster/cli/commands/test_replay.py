@@ -36,13 +36,13 @@ def answer(*token_ids: int, system_fingerprint: str = fingerprint(), prompt: lis
 @pytest.mark.parametrize("part", FingerprintPart)
 def test_the_part_that_has_changed_is_named(part: FingerprintPart):
     [line] = changed_digests(answer(1), answer(1, system_fingerprint=fingerprint(**{part: "other"})))
-    assert line.startswith(f"{part} differ: {digest(part)} was, {digest('other')} is")
+    assert line.startswith(f"{part} differ: was {digest(part)}, is {digest('other')}")
 
 
 def test_a_fingerprint_of_another_server_is_compared_whole():
     assert read_fingerprint("fp_123") is None
     [line] = changed_digests(answer(1, system_fingerprint="fp_123"), answer(1))
-    assert line.startswith("system_fingerprint differs: fp_123 was")
+    assert line.startswith("system_fingerprint differs: was fp_123")
 
 
 def test_another_prompt_is_another_request():
@@ -55,8 +55,8 @@ def test_another_prompt_is_another_request():
 
 def test_the_first_token_that_differs_is_named():
     assert list(changed_choices(answer(4, 5, 6), answer(4, 5, 6))) == []
-    assert list(changed_choices(answer(4, 5, 6), answer(4, 7, 6))) == ["choice 0 differs from 1 on: 5 was, 7 is"]
-    assert list(changed_choices(answer(4, 5), answer(4))) == ["choice 0 differs from 1 on: 5 was, the end is"]
+    assert list(changed_choices(answer(4, 5, 6), answer(4, 7, 6))) == ["choice 0 differs from 1 on: was 5, is 7"]
+    assert list(changed_choices(answer(4, 5), answer(4))) == ["choice 0 differs from 1 on: was 5, is the end"]
 
 
 def test_records_stand_alone_in_a_list_or_on_lines(tmp_path: Path):
@@ -182,8 +182,8 @@ def test_an_answer_with_a_receipt_needs_no_seed_and_replays(tmp_path: Path, caps
 def test_the_digest_of_a_receipt_that_differs_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], part: str):
     assert replayed(tmp_path, signed(tmp_path, 4, 5), signed(tmp_path, 4, 6, **{part: "other"})) == 1
     printed = capsys.readouterr().out
-    assert "choice 0 differs from 1 on: 5 was, 6 is" in printed
-    assert f"{part} differ: {digest(part)} was, other is" in printed
+    assert "choice 0 differs from 1 on: was 5, is 6" in printed
+    assert f"{part} differ: was {digest(part)}, is other" in printed
     assert sum(f"{each} differ" in printed for each in PARTS) == 1
 
 
