@@ -158,7 +158,7 @@ class ChannelProposer:
         self._send_news(())
 
     def open(self, sequence: RequestTokens) -> None:
-        """Announce the sequence to the draft with the next `flush`."""
+        """Announce the sequence to the draft with the next `flush`, or when drafts are first wanted."""
         if sequence.num_draft_tokens == 0:
             return
         synced = SyncedSequence(sequence)
@@ -179,7 +179,11 @@ class ChannelProposer:
         self._receive(0.0)
         known = [self._sequences[each.request_id] for each in sequences if each.request_id in self._sequences]
         self._look_up(known)
+        unopened = [each for each in known if not each.is_opened]
         self._send_news([each for each in known if each.is_opened and each.has_news])
+        for each in unopened:
+            if each.is_opened:
+                each.mark_awaited()
 
     def close(self, request_id: str) -> None:
         """Remove the sequence; the draft forgets it with the next `flush`."""
@@ -194,7 +198,9 @@ class ChannelProposer:
         self._stats.num_hits += sum(each.draft is not None for each in wanting)
 
     def _send_news(self, grown: Seq[SyncedSequence]) -> None:
-        opens = [each for each in self._opens if self._sequences.get(each.sequence.request_id) is each]
+        pending = [each for each in self._opens if self._sequences.get(each.sequence.request_id) is each]
+        # While drafts do not pay, the draft process reads no prompt.
+        opens = [each for each in pending if each.sequence.num_wanted_drafts > 0]
         if not (self._closes or opens or grown):
             return
         news = Round(
@@ -203,7 +209,7 @@ class ChannelProposer:
         if not self._link.send(news):
             return  # the next draft process gets everything
         self._closes = []
-        self._opens = []
+        self._opens = [each for each in pending if each.sequence.num_wanted_drafts == 0]
         self._asked_at_s = time.monotonic()
         for each in (*opens, *grown):
             each.mark_sent()

@@ -119,6 +119,7 @@ class DraftPlanning:
         self._chooser = MethodChooser(config.choices, self._goodput)
         self.policy = _length_policy(config, experts) if is_adaptive(config) else None
         self._ahead = AheadChoice() if config.can_draft_ahead else None
+        self._running: Seq[Sequence] = ()  # of the last pass, to be planned for
 
     @property
     def speedups(self) -> dict[str, float]:
@@ -132,6 +133,10 @@ class DraftPlanning:
     def is_open(self, sequence: Sequence) -> bool:
         """False while the policy has switched drafts off for the sequence's class."""
         return self.policy is None or self.policy.is_open(sequence)
+
+    def is_resting(self, sequence: Sequence) -> bool:
+        """True while plans give no drafts, since they do not pay; a sequence with a fixed length has its drafts."""
+        return self.policy is not None and self.policy.is_resting and not sequence.has_fixed_length
 
     def forget_draft(self) -> None:
         """Discard the measurements of drafts, since another model makes them now."""
@@ -150,10 +155,19 @@ class DraftPlanning:
         # After a pass issued ahead, the earlier plan is still unused, unless yet another pass is underway.
         if not record.is_ahead or record.is_followed:
             sequences = [each.sequence for each in record.passes]
-            running = [each for each in sequences if each.status is SequenceStatus.RUNNING]
-            set_lengths(self.policy, running)
-            for each in running:
+            self._running = [each for each in sequences if each.status is SequenceStatus.RUNNING]
+            set_lengths(self.policy, self._running)
+            for each in self._running:
                 each.drafts_ahead = self._ahead is not None and self._ahead.is_ahead
+        self.policy.charge(time.perf_counter() - began_s)
+
+    def plan_ahead(self) -> None:
+        """Make the next plan if it is due. Call it when a draft model has its tokens: the plan costs no time then."""
+        if self.policy is None or not self._running:
+            return
+        began_s = time.perf_counter()
+        self.policy.plan_ahead(self._running)
+        self._running = ()
         self.policy.charge(time.perf_counter() - began_s)
 
     def _goodput(self, method: str, kind: str) -> float | None:

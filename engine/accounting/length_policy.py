@@ -1,9 +1,9 @@
 """Plans the shape of each sequence's draft in the next pass, so that the pass makes the most tokens per second.
 
 Before each plan the policy learns from the accepted drafts and the times of the passes since the last one, and then
-`ShapeChoice` chooses the rows. A plan holds for some steps where passes are short. While sequences draft, one pass now
-and then has no drafts, which measures the baseline. `DraftProbes` changes other plans for one pass, to measure the
-drafts that they would not have.
+`ShapeChoice` chooses the rows. A plan holds for some steps where passes are short, and the next one is made while a
+draft model drafts. While sequences draft, one pass now and then has no drafts, which measures the baseline.
+`DraftProbes` changes other plans for one pass, to measure the drafts that they would not have.
 
 Each shape is chosen before any token of it is drawn, so it depends only on committed tokens, counts and clocks.
 Otherwise `rejection` and `block` verification would be biased (the look-ahead counter-example of DSpark,
@@ -35,6 +35,7 @@ _PLAIN_PERIOD = 64  # steps between plain passes that measure the baseline
 _FEW_MISSED = 2  # passes without a draft; after more, the next draft has much to prefill
 _REST = 8  # fewest steps between two plans while no sequence drafts; up to `_PLAN_SHARE` each rest is twice as long
 _HOLD = 16  # most steps between two plans while sequences draft
+_BRIEF = 2  # most steps of a plan whose successor knows its last pass
 _LONG_S = 0.016  # of a plain pass: a plan costs little then, so there is one for each pass
 _PLAN_SHARE = 0.005  # of the time is for plans while no sequence drafts
 # What clients notice: a small gain is not worth longer and uneven passes.
@@ -59,6 +60,9 @@ class LengthPolicy:
         max_pass_s: The longest pass that drafts may cause; a pass that is longer without drafts gets none.
         experts: What rows read of the target's experts.
         max_nodes: The largest tree; 0 if all drafts are chains.
+
+    Attributes:
+        is_resting: the last plan for requests with drafts gave them none.
     """
 
     def __init__(
@@ -76,7 +80,7 @@ class LengthPolicy:
         self._shapes = ShapeChoice(max_length, max_nodes, max_pass_s, self._costs, self._gates)
         self._step = 0
         self._last_plain = -_PLAIN_PERIOD  # step of the last pass without drafts
-        self._next_plan = 0  # step
+        self._planned_step = self._next_plan = 0  # of the last plan, and of the next one
         self._num_planned = 0  # sequences of the last plan
         self._held: dict[str, DraftSize] = {}  # request id -> size in the last plan
         self._held_name = ""  # class of its requests, if there is one
@@ -91,6 +95,7 @@ class LengthPolicy:
         self._last_drafted: dict[str, int] = {}  # request id -> step of its last draft, or of its first pass
         self._probes = DraftProbes(first_length)
         self._is_speculating = False
+        self.is_resting = False
         self._num_skipped = 0  # plain passes since the last one that was noted
         self._noted: list[NotedPass] = []  # since the last plan
 
@@ -119,8 +124,8 @@ class LengthPolicy:
         self._probes.forget_draft()
         self._costs.forget_drafts()
         self._gates.forget_drafts()
-        self._is_speculating = True
-        self._next_plan, self._num_skipped = self._step, 0
+        self._is_speculating, self.is_resting = True, False
+        self._num_planned = self._num_skipped = 0  # the next pass needs another plan
 
     def charge(self, seconds: float) -> None:
         """Record the time of the policy's own work after a pass: drafts have to gain it too."""
@@ -131,7 +136,7 @@ class LengthPolicy:
             self._own_s, self._last_charge, self._has_planned = 0.0, self._step, False
 
     def on_pass(self, record: PassRecord) -> None:
-        """Note a pass; call it once per pass, before `sizes`. The next plan learns from all passes before it."""
+        """Note a pass; call it once per pass, before `sizes`. The next plan learns from it."""
         passes = [each for each in record.passes if each.outcome.is_exact]
         if not passes:
             return
@@ -146,8 +151,6 @@ class LengthPolicy:
         if not is_plain:
             self._num_skipped = 0  # a pass with drafts does not represent them
         self._noted.append(NotedPass(self._step, record, passes))
-        if is_due:
-            self._learn_noted()
 
     def _learn_noted(self) -> None:
         """Learn from all passes since the last plan: together they take less time, since the code is in the caches."""
@@ -167,31 +170,46 @@ class LengthPolicy:
             self._learn_time(step, record, parts, has_catch_up)
 
     def sizes(self, sequences: Seq[Sequence]) -> list[DraftSize]:
-        """Return the size of each sequence's next draft; the next pass samples all of them."""
+        """Return the size of each sequence's next draft; the next pass samples all of them.
+
+        They are of the last plan, unless it has ended or was for other sequences: then there is a new one now.
+        """
+        if not self._fits(len(sequences)) or not self._join(sequences):
+            self._renew(sequences, self._step)
+        return [self._held[each.request_id] for each in sequences]
+
+    def plan_ahead(self, sequences: Seq[Sequence]) -> None:
+        """Plan for the pass after the next one, unless the last plan still holds."""
+        if self._step >= self._next_plan:
+            self._renew(sequences, self._step + 1)
+
+    def _renew(self, sequences: Seq[Sequence], step: int) -> None:
+        """Learn from the passes since the last plan, and make another one, to be used from `step` on."""
         request_ids = [sequence.request_id for sequence in sequences]
-        if not self._is_due(len(sequences)) and self._join(sequences):
-            return [self._held[each] for each in request_ids]
         self._learn_noted()
         self._shapes.keep_only(request_ids)
         self._last_drafted = {each: self._last_drafted.get(each, self._step) for each in request_ids}
         if not sequences:
-            return []
+            return
         self._set_size(len(sequences))
-        self._next_plan, self._num_planned = self._step + 1, len(sequences)
+        self._planned_step, self._next_plan, self._num_planned = step, step + 1, len(sequences)
         self._has_planned = True
-        sizes = self._plan(sequences)
-        self._held = dict(zip(request_ids, sizes, strict=True))
+        self._held = dict(zip(request_ids, self._plan(sequences), strict=True))
         self._held_name, *others = {each.draft_class for each in sequences}
         self._can_join, self._num_joined = self._is_short and not others, 0
-        return sizes
 
-    def _is_due(self, num_sequences: int) -> bool:
-        """True if so many sequences need another plan. While they draft, it soon comes anyway."""
-        if self._step >= self._next_plan:
-            return True
+    def _fits(self, num_sequences: int) -> bool:
+        """True if the last plan is for about so many sequences, and lasts until `plan_ahead` makes the next one.
+
+        A plan without drafts, or for a pass or two, does not: the next one has to know all passes. While sequences
+        draft, another number of them soon has its plan anyway.
+        """
+        is_brief = not self._is_speculating or self._next_plan <= self._planned_step + _BRIEF
+        if is_brief and self._step >= self._next_plan:
+            return False
         if self._is_speculating:
-            return not self._num_planned <= 2 * num_sequences <= 4 * self._num_planned
-        return size_class(num_sequences) != size_class(self._num_planned)
+            return self._num_planned <= 2 * num_sequences <= 4 * self._num_planned
+        return size_class(num_sequences) == size_class(self._num_planned)
 
     def _join(self, sequences: Seq[Sequence]) -> bool:
         """Give new requests the usual size of the last plan; return False if they need a plan.
@@ -249,6 +267,7 @@ class LengthPolicy:
         planned, is_tree = self._shapes.rows(self._step, batch, _LEAST_GAIN if self._is_speculating else _WAKE_GAIN)
         lengths = [*map(add, planned, self._shapes.priced_rows(batch))]
         self._is_speculating = any(lengths)
+        self.is_resting = not self._is_speculating
         is_changed = self._probe(batch, lengths, is_tree)
         sizes = limits.sizes(lengths, is_tree)
         self._hold(self._costs.pass_s(len(sequences)), is_changed=is_changed)
@@ -281,7 +300,7 @@ class LengthPolicy:
         else:  # longer and longer: drafts that an unlucky measurement has ended come back soon
             hold = min(self._rest, max(self._plan_s / (_PLAN_SHARE * plain_s), _REST))
             self._rest, self._steady = 2 * self._rest, 1
-        self._next_plan = self._step + ceil(hold)
+        self._next_plan = max(self._next_plan, self._step + ceil(hold))
 
     def _is_up_to_date(self, request_id: str, step: int) -> bool:
         """True if the draft has to prefill the tokens of a few passes at most, and no prompt."""

@@ -182,6 +182,8 @@ class EngineCore:
         rule = self._accounting.planning.rule(request)
         arrival_s = self.scheduler.clock() if arrival_s is None else arrival_s
         sequence = Sequence(request, rule, arrival_s, self._grammars.matcher(request))
+        if self._accounting.planning.is_resting(sequence):
+            sequence.draft_allowance = sequence.node_allowance = 0
         self.scheduler.add(sequence)
         if sequence.num_draft_tokens > 0:
             self._speculation.proposer.open(sequence)
@@ -276,6 +278,7 @@ class EngineCore:
         chunks = self._commit(issued, passes)
         self._observe(issued, passes)
         self._commit_to_proposer(issued.batch.sampled, chunks)
+        self._plan_ahead()
         return chunks
 
     def _issue(self) -> InFlightBatch:
@@ -396,6 +399,11 @@ class EngineCore:
         for chunk in chunks:
             if chunk.finish_reason is not None:
                 self._forget(chunk.request_id)
+
+    @timed("commit_s")
+    def _plan_ahead(self) -> None:
+        """Plan later drafts, while a draft process works on the next ones."""
+        self._accounting.planning.plan_ahead()
 
     def _forget(self, request_id: str) -> None:
         """Close an ended sequence in the proposer and the log, once all its tokens are committed."""

@@ -93,6 +93,28 @@ def test_opening_tells_the_prompt_and_asks_for_nothing_yet(channel, draft, seque
     assert not opening.is_next
 
 
+def test_a_sequence_is_announced_when_drafts_are_first_wanted(channel, draft, sequence, waits):
+    sequence.draft_allowance = 0
+    channel.open(sequence)
+    channel.flush()
+    assert draft.rounds() == []
+    sequence.draft_allowance = 4
+    grow(channel, sequence, 7)
+    (news,) = draft.rounds()
+    (opening,) = news.opens
+    assert (opening.token_ids, opening.num_drafts, opening.is_next) == ((1, 2, 3, 7), 4, True)
+    channel.propose([make_scheduled(sequence)])
+    assert waits
+
+
+def test_a_sequence_that_never_wanted_drafts_ends_without_a_message(channel, draft, sequence):
+    sequence.draft_allowance = 0
+    channel.open(sequence)
+    channel.close(sequence.request_id)
+    channel.flush()
+    assert draft.rounds() == []
+
+
 def test_a_commit_carries_only_what_is_new_and_asks_for_drafts(channel, draft, sequence):
     channel.open(sequence)
     grow(channel, sequence, 7)
@@ -300,6 +322,7 @@ def test_a_plain_sequence_costs_the_channel_nothing(channel, draft):
 
 
 def test_a_draft_that_stops_reading_is_left_and_met_again(channel, draft, sequence):
+    sequence.max_output_tokens = 10**6
     channel.open(sequence)
     channel.flush()
     began_s = time.monotonic()

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from engine.accounting.draft_cost import DraftCosts, RequestedDrafts
-from engine.accounting.draft_planning import set_lengths
 from engine.accounting.length_policy import LengthPolicy
 from engine.accounting.request_limits import EXPLORED, MethodChooser
 from engine.sequence.sequence import Sequence
 from protos.messages import SamplingParams
 from tests.engine.fixtures.builders import make_sequence, pass_record, sequence_pass
+from tests.engine.fixtures.pairs.simulated_pair import plan_pass
 
 MAX_DRAFTS = 8
 PASS_S = 0.010
@@ -40,7 +40,7 @@ def served(drafters: dict[str, SimulatedDraftModel], num_streams: int, num_reque
         return make_sequence(f"r{len(chosen)}", (1,), sampling, num_drafts=MAX_DRAFTS, method=chosen[-1])
 
     slots, left = [next_sequence() for _ in range(num_streams)], [REQUEST_TOKENS] * num_streams
-    set_lengths(policy, slots)
+    plan_pass(policy, slots)
     while len(chosen) < num_requests:
         passes, waits = [], [0.0]
         for slot, sequence in enumerate(slots):
@@ -53,7 +53,7 @@ def served(drafters: dict[str, SimulatedDraftModel], num_streams: int, num_reque
         for slot in range(num_streams):
             if left[slot] <= 0:
                 slots[slot], left[slot] = next_sequence(), REQUEST_TOKENS
-        set_lengths(policy, slots)
+        plan_pass(policy, slots)
     return chosen
 
 

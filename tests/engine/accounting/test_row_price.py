@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.accounting.draft_planning import set_lengths
 from engine.accounting.length_allocation import RowPrice
 from engine.accounting.length_policy import LengthPolicy
 from engine.accounting.record import SequencePass
@@ -14,7 +13,7 @@ from engine.accounting.shape_choice import LONGEST_PER_TOKEN
 from engine.sequence.sequence import Sequence
 from protos.messages import SamplingParams, SpeculationMethod
 from tests.engine.fixtures.builders import make_sequence, pass_record, sequence_pass
-from tests.engine.fixtures.pairs.simulated_pair import MAX_DRAFTS, Costs
+from tests.engine.fixtures.pairs.simulated_pair import MAX_DRAFTS, Costs, plan_pass
 
 PROCESSOR = Costs(weights_s=0.0, row_s=0.0008, fixed_s=0.0025)
 ROOFLINE = Costs()
@@ -62,7 +61,7 @@ class Matches:
         """Expected tokens per second with the policy's prices."""
         num_tokens = seconds = 0.0
         for _ in range(num_steps):
-            set_lengths(policy, self.sequences)
+            plan_pass(policy, self.sequences)
             passes = [self._pass(*each) for each in zip(self.sequences, self._chances(1)[0], strict=True)]
             num_tokens += sum(tokens for _, tokens in passes)
             rows = len(passes) + sum(each.num_proposed for each, _ in passes)
@@ -119,7 +118,7 @@ def test_drafts_hold_up_other_sequences_for_two_and_a_half_plain_passes_at_most(
     matches.speed(200, policy)
     rows = []
     for _ in range(100):
-        set_lengths(policy, matches.sequences)
+        plan_pass(policy, matches.sequences)
         rows.append(num_sequences + sum(each.draft_allowance for each in matches.sequences))
     assert PROCESSOR.target_s(max(rows)) <= 1.15 * 2.5 * PROCESSOR.target_s(num_sequences)  # costs are measured
 
@@ -136,6 +135,6 @@ def test_a_pass_with_matches_keeps_to_the_limit_of_its_time() -> None:
     matches.speed(200, policy)
     rows = []
     for _ in range(100):
-        set_lengths(policy, matches.sequences)
+        plan_pass(policy, matches.sequences)
         rows.append(4 + sum(each.draft_allowance for each in matches.sequences))
     assert max(rows) <= 9

@@ -148,5 +148,6 @@ def test_chains_that_come_where_trees_were_requested_are_evidence_about_trees() 
         trees.append(size.num_nodes)
         passed = SequencePass(ScheduledSequence(sequence, 0, 1, *size), draft, VerifyResult((0,), 0))
         policy.on_pass(pass_record([passed], 0.001 * size.num_tokens, 0.01))
+        policy.plan_ahead([sequence])
     assert any(trees[:30]), "trees are tried"
     assert not any(trees[30:])

@@ -175,6 +175,29 @@ def test_a_clients_seed_has_its_text_where_others_lengths_are_planned(verify: Ve
     assert len(lengths) > 1
 
 
+@pytest.mark.parametrize(("is_resting", "num_drafts"), [(False, 16), (True, 0)])
+def test_a_request_wants_no_drafts_while_plans_rest(is_resting: bool, num_drafts: int) -> None:
+    core = make_core(ScriptedProposer(right), adaptive=True)
+    policy = core._accounting.planning.policy
+    assert policy is not None
+    policy.is_resting = is_resting
+    core.add(request("a", max_tokens=30))
+    assert core.scheduler._waiting[-1].num_wanted_drafts == num_drafts
+
+
+def test_a_plan_is_made_after_the_proposer_has_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    proposer = ScriptedProposer(right)
+    proposer.commit = lambda sequences: events.append("commit")  # type: ignore[method-assign]
+    core = make_core(proposer, adaptive=True)
+    policy = core._accounting.planning.policy
+    assert policy is not None
+    monkeypatch.setattr(policy, "plan_ahead", lambda sequences: events.append("plan"))
+    core.add(request("a", max_tokens=30))
+    core.step()
+    assert events == ["commit", "plan"]
+
+
 def test_a_pass_without_drafts_asks_nothing_of_the_proposer_and_the_next_tells_all() -> None:
     told: list[int] = []
     proposer = ScriptedProposer(right)

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.accounting.draft_planning import set_lengths
 from engine.accounting.length_policy import LengthPolicy
 from engine.accounting.record import SequencePass
 from engine.batch.draft import WEIGHT_SUM, Draft
@@ -25,6 +24,7 @@ from engine.verifier.verifier import Verifier
 from engine.verifier.verify_task import VerifyTask
 from protos.messages import SamplingParams, VerifyMode
 from tests.engine.fixtures.builders import pass_record, sequence_pass
+from tests.engine.fixtures.pairs.simulated_pair import plan_pass
 from tests.engine.fixtures.tabular import (
     PROMPT,
     chi_square_tail,
@@ -80,7 +80,7 @@ def generate(verify: VerifyMode, cut: Cut) -> tuple[Tensor, set[int]]:
     sequences = [new_sequence(SamplingParams(seed=seed), verify) for seed in range(N)]
     policy = LengthPolicy(K, K)
     lengths: set[int] = set()
-    set_lengths(policy, sequences)
+    plan_pass(policy, sequences)
     while active := [sequence for sequence in sequences if sequence.num_output_tokens < NUM_TOKENS]:
         drafts = [
             cut(Draft(draft.token_ids[:length], draft.distributions[:length]))
@@ -91,7 +91,7 @@ def generate(verify: VerifyMode, cut: Cut) -> tuple[Tensor, set[int]]:
         passes = one_pass(pair.target.logits, active, drafts)
         num_rows = len(active) + sum(len(draft.token_ids) for draft in drafts)
         policy.on_pass(pass_record(passes, 0.0, 1e-3 * N + 2e-3 * num_rows))
-        set_lengths(policy, active)
+        plan_pass(policy, active)
         lengths |= {each.draft_allowance for each in active}
     end = len(PROMPT) + NUM_TOKENS
     return torch.tensor([sequence.token_ids[len(PROMPT) : end] for sequence in sequences]), lengths
