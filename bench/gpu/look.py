@@ -8,13 +8,14 @@
     kernels        the device's time of one pass by kernel, at 1, 5 and 640 rows
     sampling       noise and truncation at 1, 128 and 640 rows
     fill           host time that lays out one recorded pass
+    drafts         chains of drafts by recorded steps, and by steps that the host plans one by one
     products       every matrix product of a layer at 1 to 640 rows, with bandwidth and product rate, in bfloat16 and in
                    few bits, these also in other tiles
     attention      the attention kernel over six tilings, next to torch's own
     deterministic  the same texts by a deterministic model, where not one token may differ
 
-One engine, with Llama-3's 1 B shape and the demo target's logits (`bench.wide_fixture`), serves all parts but
-the last. Every line is printed and saved to `--out` at once; what cannot be measured on this device is named.
+One engine, with Llama-3's 1 B shape and the demo target's logits (`bench.wide_fixture`), serves all parts but `drafts`
+and the last. Every line is printed and saved to `--out` at once; what cannot be measured on this device is named.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu.card import DRAFTED, MODES, NUM_SEQUENCES, PROMPT, SMOKE_SHAPE, K, Look
+from bench.gpu.draft_parts import look_at_drafts
 from bench.gpu.kernel_parts import device_us, look_at_attention, look_at_products, look_at_sampling
 from bench.gpu.table import NOT_MEASURED
 from bench.wide_fixture import LLAMA_3_1B
@@ -172,6 +174,7 @@ PARTS: dict[str, Callable[[Look], None]] = {
     "kernels": look_at_kernels,
     "sampling": look_at_sampling,
     "fill": look_at_fill,
+    "drafts": look_at_drafts,
     "products": look_at_products,
     "attention": look_at_attention,
     "deterministic": look_at_deterministic,

@@ -95,11 +95,13 @@ def test_the_whole_bench_runs_on_a_tiny_pair(tmp_path: Path) -> None:
 
 def test_a_look_compares_texts_before_all_else_and_by_one_engine(tmp_path: Path) -> None:
     assert next(iter(look.PARTS)) == "texts"
-    look.main(["--device", "cpu", "--smoke", "--parts", "texts", "syncs", "sampling", "--out", str(tmp_path)])
+    look.main(["--device", "cpu", "--smoke", "--parts", "texts", "syncs", "sampling", "drafts", "--out", str(tmp_path)])
     lines = json.loads((tmp_path / "look.json").read_text())
     texts = [line for line in lines if line["part"] == "texts" and "mode" in line]
     assert [line["mode"] for line in texts] == list(look.MODES)
     assert all(line["equal"] == line["tokens"] > 0 for line in texts)  # float32, where no rounding parts them
+    drafts = [line for line in lines if line["part"] == "drafts" and "mode" in line]
+    assert [line["equal"] for line in drafts] == [1, 1, 1, 8, 8, 8]
     assert not [line for line in lines if "failed" in line]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -11,13 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.attention.triton_tiles import RowLayout
+from engine.attention.triton_attention import Launch
+from engine.attention.triton_tiles import HeadShape, RowLayout, TileField
 from engine.batch.draft import Draft
 from engine.batch.span import Span
 from engine.config import CacheConfig, GraphConfig, GraphKind, ModelConfig
 from engine.kv_cache.block_manager import BlockManager
+from engine.kv_cache.pool import KVCache, LayerShape
+from engine.model.cuda_graphs.buckets import GraphBucket
 from engine.model.cuda_graphs.draft_steps import MAX_STEPS, DraftSteps
 from engine.model.cuda_graphs.graph_runner import Compute, CudaGraphRunner
+from engine.model.cuda_graphs.static_attention import TiledAttention
 from engine.model.cuda_graphs.static_batch import PlannedAttention, StaticBatch
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.draft_model.model_proposer import ModelProposer
@@ -224,6 +229,61 @@ def test_a_draft_ends_where_its_logits_are_not_finite(folder: Path, monkeypatch:
     assert found[1].token_ids[2] < 0 or found[1].token_ids[2] >= VOCAB_SIZE
 
 
+def static_batch(window: int | None) -> tuple[StaticBatch, Launch]:
+    """A decode bucket of a Llama on a device of 132 processors, laid out for `window`."""
+    bucket, heads = GraphBucket(8, 1), HeadShape(num_kv_heads=2, group_size=4, key_dim=16, value_dim=16)
+    cache = KVCache([LayerShape(2, 16, 16)], 1, 4, dtype=torch.bfloat16, device=torch.device("cpu"))
+    attention = TiledAttention(bucket, cache, torch.zeros(8 * 3_000, dtype=torch.int32), max_batch=8, has_trees=False)
+    static = attention._launches[window, heads] = attention._new_launch(window, heads, itemsize=2)
+    batch = StaticBatch(bucket, cache, 0, 12_000, 8, attention)
+    batch.reserve_steps(MAX_STEPS)
+    return batch, static.launch
+
+
+def work_of(batch: StaticBatch, launch: Launch) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+    """The numbers of a pass and its lists of work; each tile with the blocks that it reads in place of their place."""
+    tiles = launch.tiles.tolist()
+    for tile in tiles:
+        first = tile[TileField.TABLE_OFFSET]
+        tile[TileField.TABLE_OFFSET] = launch.block_tables[first : first + -(-tile[TileField.END] // 4)].tolist()
+    return batch._numbers[1:].tolist(), tiles, launch.merges.tolist()
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_steps_have_the_numbers_and_the_work_of_single_passes(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contexts that grow past splits, blocks and windows; a pass after the steps has no work of theirs."""
+    monkeypatch.setattr("engine.model.cuda_graphs.static_attention.num_processors", lambda device: 132)
+    batch, launch = static_batch(window)
+    alone, own = static_batch(window)
+    rng = random.Random(5)
+    for starts in ([9_000, 250, 1_018, 3, 505], [255], [4_090, 4_095, 511, 299, 1, 77, 1_023, 2_046]):
+        tables = [[rng.randrange(999) for _ in range(2_400)] for _ in starts]
+        spans = [Span([0] * 9, start, table, 9) for start, table in zip(starts, tables, strict=True)]
+        assert batch.fill_steps(spans)
+        for step in range(9):
+            batch.take(torch.tensor([step]))
+            assert alone.fill([span.at_step(step) for span in spans])
+            assert work_of(batch, launch) == work_of(alone, own)
+        short = [Span([0], 2, [7], 1)]
+        for each in (batch, alone):
+            assert each.fill(short)
+        assert work_of(batch, launch) == work_of(alone, own)
+
+
+def test_the_trial_of_a_draft_has_the_largest_decode_and_its_steps(folder: Path) -> None:
+    plain = proposer(folder, GraphConfig(GraphKind.OFF))._model.runner
+    for ids_end, expected in ((VOCAB_SIZE, [8]), (0, [])):
+        graphs = replace(EAGER, draft_ids_end=ids_end)
+        trial = CudaGraphRunner(
+            plain._pass, plain._cache, plain._plan_attention, graphs, 64, VOCAB_SIZE, trial_pool_tokens=64
+        )
+        assert [bucket.num_rows for bucket in trial._buckets] == [*expected, 40]
+        trial.record_steps(VOCAB_SIZE)
+        assert [bucket.num_rows for bucket in trial._draft_steps] == expected
+
+
 # Faults of the steps. Each must change a draft, or the tests above would not see it.
 
 
@@ -297,6 +357,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a replay does not run the changed code")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_the_steps_changes_drafts(
     folder: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None]
