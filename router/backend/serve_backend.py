@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from contextvars import Context
 from dataclasses import replace
 from typing import Any, cast
@@ -95,27 +95,21 @@ class ServeBackend:
 
     async def describe(self) -> ModelCard:
         """Return the card from the pair that Serve picks; all pairs have the same card."""
-        try:
+        with _as_serving_errors():
             card: ModelCard = await self._describe.remote()
-        except (Exception, asyncio.CancelledError) as error:
-            raise _as_serving_error(error) from error
         self._routing.learn(card)
         return card
 
     async def kill_drafts(self) -> int:
         """Kill the draft of every pair, and return how many had one."""
-        try:
+        with _as_serving_errors():
             results = await self._handle.broadcast("kill_draft").results_async(return_exceptions=True)
-        except (Exception, asyncio.CancelledError) as error:
-            raise _as_serving_error(error) from error
         return sum(result is True for result in results)
 
     async def order_drafts(self, order: DraftOrder) -> Sequence[DraftReport]:
         """Apply an order to every pair. If pairs fail, raise the first error with their number."""
-        try:
+        with _as_serving_errors():
             results = await self._handle.broadcast("order_draft", order).results_async(return_exceptions=True)
-        except (Exception, asyncio.CancelledError) as error:
-            raise _as_serving_error(error) from error
         failures = [_as_serving_error(result) for result in results if isinstance(result, BaseException)]
         if not failures:
             return [report for reports in results for report in reports]
@@ -126,13 +120,11 @@ class ServeBackend:
 
     async def metrics_texts(self) -> Sequence[str]:
         """Return the metrics of all replicas, pairs first; failing prefill replicas do not lose the pairs' metrics."""
-        prefill = asyncio.create_task(self._prefill_metrics())
-        try:
-            pairs = await _metrics_of(self._pair_texts, self._handle)
-        except (Exception, asyncio.CancelledError) as error:
-            prefill.cancel()
-            raise _as_serving_error(error) from error
-        return [*pairs, *await prefill]
+        with _as_serving_errors():
+            pairs, prefill = await asyncio.gather(
+                _metrics_of(self._pair_texts, self._handle), self._prefill_metrics()
+            )
+        return [*pairs, *prefill]
 
     async def _prefill_metrics(self) -> list[str]:
         if self._prefill is None:
@@ -174,6 +166,15 @@ async def _end(stream: DeploymentResponseGenerator[Any], reading: asyncio.Task[N
                 return await reading
     reading.cancel()
     stream.cancel()
+
+
+@contextmanager
+def _as_serving_errors() -> Iterator[None]:
+    """Raise the errors of calls through Serve as `ServingError`s."""
+    try:
+        yield
+    except (Exception, asyncio.CancelledError) as error:
+        raise _as_serving_error(error) from error
 
 
 def _as_serving_error(error: BaseException) -> BaseException:

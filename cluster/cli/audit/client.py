@@ -18,7 +18,6 @@ import httpx
 
 from cluster.cli.audit.prediction import NUM_CELLS, Prediction
 from cluster.cli.audit.wire import (
-    NOT_READABLE,
     TIMEOUT_S,
     Answer,
     Body,
@@ -34,6 +33,7 @@ from cluster.cli.audit.wire import (
     retry_after,
     whole,
 )
+from cluster.cli.server import NOT_UNDERSTOOD
 
 COMPLETIONS, CHAT = "/completions", "/chat/completions"
 
@@ -170,7 +170,7 @@ class Server:
         try:
             data = response.json()
             choices = choices_in(data, self.num_top)
-        except NOT_READABLE as error:
+        except NOT_UNDERSTOOD as error:
             raise NoVerdictError(f"an answer is not in OpenAI's form ({type(error).__name__}: {error})"[:300]) from None
         if not choices:
             raise NoVerdictError("an answer has no choices")

@@ -16,12 +16,12 @@ from typing import Any
 import httpx
 
 from cluster.cli.audit.prediction import Prediction
+from cluster.cli.server import NOT_UNDERSTOOD
 from protos.client_text import for_log
 
 TIMEOUT_S = 60.0
 _MAX_BYTES = 64 << 20  # of an answer
 Body = dict[str, Any]
-NOT_READABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 
 
 class NoVerdictError(Exception):
@@ -165,14 +165,14 @@ def choices_of(response: httpx.Response) -> tuple[Choice, ...]:
     """Return the choices of an answer; empty if it has none that can be read."""
     try:
         return choices_in(response.json(), 0)
-    except NOT_READABLE:
+    except NOT_UNDERSTOOD:
         return ()
 
 
 def choices_in(data: Any, num_top: int) -> tuple[Choice, ...]:
     """Return the choices of a body, with at most `num_top` alternatives of each token (0: all).
 
-    Raises one of `NOT_READABLE` for another form.
+    Raises one of `NOT_UNDERSTOOD` for another form.
     """
     return tuple(_choice(each, num_top or 1000) for each in data["choices"])
 
