@@ -351,7 +351,6 @@ class CacheConfig:
     block_size: int = 16
     num_blocks: int | None = None
     memory_bytes: int | None = 1 << 30
-    enable_prefix_caching: bool = True
     dtype: KVDtype = KVDtype.AUTO
     gpu_memory_utilization: float | None = None
     counts_own_use: bool = False

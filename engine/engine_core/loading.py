@@ -61,9 +61,7 @@ def load_engine(
     if states is not None:
         check_target(config)
         logger.info("recurrent layers: %d states, for %d sequences at a time", states.num_slots, states.max_sequences)
-    blocks = BlockManager(
-        runner.num_blocks, runner.block_size, runner.model_version, cache.enable_prefix_caching, states
-    )
+    blocks = BlockManager(runner.num_blocks, runner.block_size, runner.model_version, states)
     # Assemble the scheduler, with prefill replicas as a source of blocks if there are any.
     rates = RateMeter()
     min_tokens = config.min_remote_prefill_tokens

@@ -36,7 +36,6 @@ class BlockManager:
         num_blocks: size of the pool.
         block_size: tokens per block.
         model_version: part of every key; two models never share a block.
-        enable_prefix_caching: if False, no block gets a key and nothing is shared.
         states: the slots of recurrent layers' states; None for models without such layers. A prefix is then adopted
             up to its last block with a snapshot.
     """
@@ -46,7 +45,6 @@ class BlockManager:
         num_blocks: int,
         block_size: int,
         model_version: str,
-        enable_prefix_caching: bool = True,
         states: StateSlots | None = None,
     ) -> None:
         self.block_size = block_size
@@ -55,7 +53,6 @@ class BlockManager:
         self._model_version = model_version
         self._sinks: list[CacheDeltaSink] = []
         self.on_stored: StoredSink | None = None  # gets the contents of blocks without a salt that become findable
-        self._is_caching = enable_prefix_caching
         self._pool = BlockPool(num_blocks)
         self._states = states
 
@@ -133,7 +130,7 @@ class BlockManager:
         switches to it and frees its own copy, but only after computing the copy: earlier it would write into the other
         block.
         """
-        num_full = num_tokens // self.block_size if self._is_caching and not tokens.is_private else 0
+        num_full = 0 if tokens.is_private else num_tokens // self.block_size
         if tokens.num_keyed_blocks >= num_full:
             return
         stored: list[BlockContent] = []
@@ -170,7 +167,7 @@ class BlockManager:
 
     def is_equal_block(self, first: TokenBlocks, second: TokenBlocks, index: int) -> bool:
         """True if full block `index` of both is equal and would be shared."""
-        return self._is_caching and self._key(first, index) == self._key(second, index)
+        return self._key(first, index) == self._key(second, index)
 
     @property
     def max_sequences(self) -> int | None:
@@ -188,7 +185,7 @@ class BlockManager:
         self.reserve_state(tokens, end)
         last = min(end, len(tokens.token_ids) - 1) // self.block_size * self.block_size
         for boundary in {last, tokens.num_shared_tokens}:
-            if tokens.num_computed_tokens < boundary < end and self._is_caching:
+            if tokens.num_computed_tokens < boundary < end:
                 self.plan_state(tokens, boundary)
 
     def plan_draft_states(self, tokens: TokenBlocks, num_drafts: int) -> int:
@@ -348,8 +345,8 @@ class BlockManager:
 
     def _num_adoptable(self, tokens: TokenBlocks) -> int:
         """Number of leading blocks that may be adopted: full ones, without the last token's."""
-        is_wanted = self._is_caching and not tokens.is_scoring  # a cached block has no logits
-        return (len(tokens.token_ids) - 1) // self.block_size if is_wanted else 0
+        # A text to be scored adopts none: a cached block has no logits.
+        return 0 if tokens.is_scoring else (len(tokens.token_ids) - 1) // self.block_size
 
     def _adopt(self, tokens: TokenBlocks, block_ids: list[int]) -> int:
         assert not tokens.block_table, "a sequence adopts before it computes"

@@ -121,9 +121,7 @@ class ServeBackend:
     async def metrics_texts(self) -> Sequence[str]:
         """Return the metrics of all replicas, pairs first; failing prefill replicas do not lose the pairs' metrics."""
         with _as_serving_errors():
-            pairs, prefill = await asyncio.gather(
-                _metrics_of(self._pair_texts, self._handle), self._prefill_metrics()
-            )
+            pairs, prefill = await asyncio.gather(_metrics_of(self._pair_texts, self._handle), self._prefill_metrics())
         return [*pairs, *prefill]
 
     async def _prefill_metrics(self) -> list[str]:

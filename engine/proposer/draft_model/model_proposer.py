@@ -134,7 +134,6 @@ class ModelProposer:
             runner.num_blocks,
             runner.block_size,
             runner.model_version,
-            enable_prefix_caching=cache.enable_prefix_caching,
             states=states,
         )
         vocab_size = runner.vocab_size if target_vocab_size is None else target_vocab_size

@@ -50,11 +50,10 @@ def make_core(
     num_blocks: int = 64,
     num_drafts: int = 4,
     max_tokens_per_step: int = 256,
-    enable_prefix_caching: bool = True,
     adaptive: bool = False,
     tree: TreeConfig | None = None,
 ) -> EngineCore:
-    blocks = BlockManager(num_blocks, 4, "m", enable_prefix_caching=enable_prefix_caching)
+    blocks = BlockManager(num_blocks, 4, "m")
     return EngineCore(
         runner or FakeRunner(num_blocks, 4, V),
         Scheduler(SchedulerConfig(8, max_tokens_per_step), blocks, max_model_len=100),
@@ -67,10 +66,10 @@ def make_core(
 
 
 def request(
-    name: str, prompt: Iterable[int] = (1, 2, 3), *, k: int | None = None, **sampling: object
+    name: str, prompt: Iterable[int] = (1, 2, 3), *, k: int | None = None, salt: str = "", **sampling: object
 ) -> GenerateRequest:
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **sampling})  # type: ignore[arg-type]
-    return GenerateRequest(name, tuple(prompt), params, SpeculationParams(num_tokens=k))
+    return GenerateRequest(name, tuple(prompt), params, SpeculationParams(num_tokens=k), cache_salt=salt)
 
 
 def run(core: EngineCore) -> list[TokenChunk]:
@@ -126,18 +125,17 @@ def test_greedy_output_is_the_argmax_chain() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("draft_of", DRAFTERS)
 @pytest.mark.parametrize(
-    ("num_blocks", "budget", "is_caching"), [(64, 256, True), (8, 256, True), (64, 5, False), (9, 7, True)]
+    ("num_blocks", "budget", "is_shared"), [(64, 256, True), (8, 256, True), (64, 5, False), (9, 7, True)]
 )
 def test_drafts_pool_budget_and_cache_change_no_token(
-    draft_of: Callable[[Sequence, int], list[int]], temperature: float, num_blocks: int, budget: int, is_caching: bool
+    draft_of: Callable[[Sequence, int], list[int]], temperature: float, num_blocks: int, budget: int, is_shared: bool
 ) -> None:
-    plain = make_core(enable_prefix_caching=False)
-    other = make_core(
-        ScriptedProposer(draft_of), num_blocks=num_blocks, max_tokens_per_step=budget, enable_prefix_caching=is_caching
-    )
-    for core in (plain, other):
+    plain = make_core()
+    other = make_core(ScriptedProposer(draft_of), num_blocks=num_blocks, max_tokens_per_step=budget)
+    for core, is_sharing in ((plain, False), (other, is_shared)):
         for index, prompt in enumerate(PROMPTS):
-            core.add(request(str(index), prompt, temperature=temperature, max_tokens=12, seed=index))
+            salt = "" if is_sharing else str(index)  # texts of different salts share no block
+            core.add(request(str(index), prompt, salt=salt, temperature=temperature, max_tokens=12, seed=index))
     assert outputs(run(other)) == outputs(run(plain))
 
 

@@ -70,12 +70,11 @@ def new_core(
     *,
     kv: KVDtype = KVDtype.AUTO,
     quantization: Quantization = Quantization.NONE,
-    is_caching: bool = False,
     tree: TreeConfig | None = None,
     max_tokens_per_step: int = 2048,
 ) -> EngineCore:
     model = ModelConfig(str(folder), dtype=dtype, device="cpu", attention=attention, quantization=quantization)
-    cache_config = CacheConfig(num_blocks=24, enable_prefix_caching=is_caching, dtype=kv)
+    cache_config = CacheConfig(num_blocks=24, dtype=kv)
     methods = (SpeculationMethod.MODEL, SpeculationMethod.NONE)
     speculation = SpeculationConfig(5, adaptive=False, methods=methods, tree=tree)
     scheduler = SchedulerConfig(max_tokens_per_step=max_tokens_per_step)
@@ -213,7 +212,7 @@ def _head(draft: list[int], sequence: Sequence, count: int) -> list[int]:
 @pytest.mark.parametrize("max_tokens_per_step", [2048, 20])
 def test_blocks_of_a_faulty_request_are_not_found_again(folders: Callable[..., Path], max_tokens_per_step: int) -> None:
     """Of a prompt that is read in several steps, blocks are published before its last row is found faulty."""
-    core = new_core(folders("float16"), "float16", is_caching=True, max_tokens_per_step=max_tokens_per_step)
+    core = new_core(folders("float16"), "float16", max_tokens_per_step=max_tokens_per_step)
     run(core, [request("clean", CLEAN * 8)])
     clean = core.blocks.cached_keys
     assert clean

@@ -203,13 +203,6 @@ def test_trimming_gives_back_what_drafts_do_not_need() -> None:
     blocks.check_integrity([sequence])
 
 
-def test_nothing_is_shared_when_caching_is_off() -> None:
-    blocks = BlockManager(16, P, "m", enable_prefix_caching=False)
-    run(blocks, make_tokens(*range(9)))
-    assert blocks.adopt_prefix(make_tokens(*range(9))) == 0
-    assert blocks.cached_keys == frozenset()
-
-
 def test_forgotten_blocks_are_found_by_nobody_and_come_back_by_no_sequence_that_held_them() -> None:
     deltas: list[CacheDelta] = []
     blocks = BlockManager(8, 2, "m")

@@ -113,7 +113,7 @@ class Outcome:
 
 
 class Family:
-    """A checkpoint and its plain texts of `length` tokens: without drafts and prefix cache."""
+    """A checkpoint and its plain texts of `length` tokens: without drafts, each with a prefix cache of its own."""
 
     def __init__(self, folder: Path, name: str, num_groups: int = 1, length: int = 14) -> None:
         self.folder, self.length = folder, length
@@ -124,9 +124,9 @@ class Family:
     @property
     def texts(self) -> Texts:
         if not self._texts:
-            core = self.build(Case(""), num_drafts=0, enable_prefix_caching=False)
+            core = self.build(Case(""), num_drafts=0)
             for group in self.groups:
-                self._texts |= Place([core]).run(group)
+                self._texts |= Place([core]).run([replace(each, cache_salt=each.request_id) for each in group])
         return self._texts
 
     def build(self, case: Case, num_drafts: int = MAX_DRAFTS, drafter: str = DRAFTERS[0], **options: Any) -> EngineCore:

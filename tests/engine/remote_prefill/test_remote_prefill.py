@@ -92,7 +92,6 @@ class PrefillSetup:
     max_tokens_per_step: int = 64
     num_remote_blocks: int = 256
     max_remote_tokens_per_step: int = 12
-    is_caching: bool = True
     min_tokens: int = 8
 
 
@@ -103,8 +102,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
     return ModelConfig(str(folder), dtype="float32")
 
 
-def cache(num_blocks: int, is_caching: bool = True) -> CacheConfig:
-    return CacheConfig(P, num_blocks, memory_bytes=None, enable_prefix_caching=is_caching)
+def cache(num_blocks: int) -> CacheConfig:
+    return CacheConfig(P, num_blocks, memory_bytes=None)
 
 
 def build(model: ModelConfig, setup: PrefillSetup) -> PrefilledEngine:
@@ -117,8 +116,8 @@ def build(model: ModelConfig, setup: PrefillSetup) -> PrefilledEngine:
     )
     transport = InProcessTransport(remote, setup.fault)
     clock = PrefillClock()
-    runner = ModelRunner(model, cache(setup.num_blocks, setup.is_caching))
-    blocks = BlockManager(runner.num_blocks, P, runner.model_version, enable_prefix_caching=setup.is_caching)
+    runner = ModelRunner(model, cache(setup.num_blocks))
+    blocks = BlockManager(runner.num_blocks, P, runner.model_version)
     rates = RateMeter()
     source = RemotePrefill(transport, runner, blocks, rates, setup.min_tokens, clock)
     scheduler = Scheduler(
@@ -148,10 +147,10 @@ def requests(num: int = 10) -> list[GenerateRequest]:
 
 @pytest.fixture(scope="module")
 def reference(model: ModelConfig) -> dict[str, list[int]]:
-    core = load_engine(EngineConfig(model, cache(256, is_caching=False)))
+    core = load_engine(EngineConfig(model, cache(256)))
     texts: dict[str, list[int]] = {}
     for request in requests():
-        core.add(request)
+        core.add(replace(request, cache_salt=request.request_id))  # shares no block with another
         while core.has_work:
             for chunk in core.step():
                 texts.setdefault(chunk.request_id, []).extend(chunk.token_ids)
@@ -164,7 +163,6 @@ SETUPS = {
     "chunked here": PrefillSetup(max_tokens_per_step=7),
     "preempted": PrefillSetup(num_blocks=30),
     "preempted, speculation": PrefillSetup(num_blocks=30, proposer=NgramProposer, num_drafts=4),
-    "without a prefix cache": PrefillSetup(is_caching=False),
     "a small pool there": PrefillSetup(num_remote_blocks=24),
     "one block a step there": PrefillSetup(max_remote_tokens_per_step=P),
     "everything in one step there": PrefillSetup(max_remote_tokens_per_step=1000),

@@ -54,13 +54,12 @@ class Bench:
     max_num_sequences: int = 8
     max_tokens_per_step: int = 64
     max_model_len: int = 1000
-    enable_prefix_caching: bool = True
     now_s: float = 0.0
     max_stall_passes: float | None = 2.0
     chunks: list[TokenChunk] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.blocks = BlockManager(self.num_blocks, P, "m", enable_prefix_caching=self.enable_prefix_caching)
+        self.blocks = BlockManager(self.num_blocks, P, "m")
         self.kv = PagedTokens(self.num_blocks, P)
         config = SchedulerConfig(self.max_num_sequences, self.max_tokens_per_step, self.max_stall_passes)
         self.rates = RateMeter()
@@ -580,7 +579,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_sequences=st.integers(1, 5),
         max_tokens_per_step=st.integers(1, 24),
         max_model_len=st.integers(6, 40),
-        is_caching=st.booleans(),
     )
     def restart(
         self,
@@ -588,15 +586,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_sequences: int,
         max_tokens_per_step: int,
         max_model_len: int,
-        is_caching: bool,
     ) -> None:
-        self.bench = Bench(num_blocks, max_num_sequences, max_tokens_per_step, max_model_len, is_caching)
+        self.bench = Bench(num_blocks, max_num_sequences, max_tokens_per_step, max_model_len)
         self.longest = min(max_model_len, num_blocks * P)
         self.alive: dict[str, Sequence] = {}
 
     def __init__(self) -> None:
         super().__init__()
-        self.restart(6, 3, 10, 20, True)
+        self.restart(6, 3, 10, 20)
 
     @rule(
         prompt=st.builds(
