@@ -309,7 +309,8 @@ def _pool_bytes(cache: CacheConfig, path: str, dtype: ModelDtype) -> int:
         shape = ModelShape.of(folder, "float32" if dtype is ModelDtype.FLOAT32 else "bf16")
     except ConfigError:
         return 0
-    bytes_per_token = shape.kv_bytes if cache.dtype is KVDtype.AUTO else shape.kv_bytes / (shape.bytes_per_weight)
+    whole = shape.cached_bytes(is_on_processor=True)  # at least
+    bytes_per_token = whole if cache.dtype is KVDtype.AUTO else whole / shape.bytes_per_weight
     return int(cache.num_blocks * cache.block_size * bytes_per_token)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,8 @@ class ModelShape:
     num_experts: int
     num_experts_per_token: int
     num_mtp_layers: int = 1  # if it has any
+    latent_size: int = 0  # numbers of a token that one processor caches in place of keys and values, in each layer
+    expanded_size: int = 0  # of these keys and values
 
     @classmethod
     def of(cls, model: str, dtype: str) -> ModelShape:
@@ -95,6 +97,10 @@ class ModelShape:
             num_experts_per_token=size("num_experts_per_tok", default=1),
             num_mtp_layers=size(*MTP_KEYS, default=1),
         )
+        if config.get("kv_lora_rank"):
+            rank, rotated = size("kv_lora_rank"), size("qk_rope_head_dim")
+            expanded = num_heads * (size("qk_nope_head_dim") + rotated + size("v_head_dim"))
+            shape = replace(shape, latent_size=rank + rotated, expanded_size=expanded)
         if shape.num_experts_per_token > shape.num_experts:
             raise ConfigError(
                 f"the config of {model!r} has num_experts_per_tok {shape.num_experts_per_token} of "
@@ -150,7 +156,13 @@ class ModelShape:
     @property
     def kv_bytes(self) -> float:
         """Bytes of keys and values per token, in bfloat16, or in float32 if the weights are."""
-        return 2.0 * self.num_layers * self.num_kv_heads * self.head_dim * (4 if self.dtype == "float32" else 2)
+        numbers = self.expanded_size or 2.0 * self.num_kv_heads * self.head_dim
+        return self.num_layers * numbers * (4 if self.dtype == "float32" else 2)
+
+    def cached_bytes(self, *, is_on_processor: bool) -> float:
+        """Return the bytes of a token in the cache: one processor keeps latents, GPUs and ranks keys and values."""
+        latents = self.num_layers * self.latent_size * (4.0 if self.dtype == "float32" else 2.0)
+        return latents if is_on_processor and latents else self.kv_bytes
 
 
 def _read_config(model: str) -> Mapping[str, Any]:
@@ -263,7 +275,7 @@ def pass_cost(
     The keys and values of a stream are read once, however many rows it has.
     """
     weight_bytes = shape.read_bytes(num_rows)
-    kv_bytes = num_streams * context * shape.kv_bytes
+    kv_bytes = num_streams * context * shape.cached_bytes(is_on_processor=not device.overlaps and num_devices == 1)
     flops = num_rows * (shape.row_flops + context * shape.attention_flops)
     sums = 2 * shape.num_layers * device.all_reduce_s(2.0 * num_rows * shape.hidden_size, num_devices)
     return PassCost(

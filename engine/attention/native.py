@@ -26,7 +26,7 @@ from engine.kv_cache.pool import KVCache
 from engine.native.library import kernel, kernels_for
 from protos.errors import ConfigError
 
-MAX_HEAD_DIM = 512  # of a head
+MAX_HEAD_DIM = 576  # of a head
 
 _POINTERS = ("query", "new_keys", "new_values", "keys", "values", "out", "slots", "sinks")
 _LAYOUT = ("spans", "tables", "nodes", "paths")
@@ -91,7 +91,7 @@ class NativeAttention:
         out = query.new_empty(1, num_rows, num_heads, value_dim)
         # Fill the kernel's arguments; strides let it read views without a copy.
         call.query, call.new_keys, call.new_values = query.data_ptr(), key.data_ptr(), value.data_ptr()
-        call.keys, call.values = cache.keys[layer].data_ptr(), cache.values[layer].data_ptr()
+        call.keys, call.values = cache.keys[layer].data_ptr(), cache.values[layer].data_ptr()  # equal for latents
         call.out = out.data_ptr()
         _, call.query_head, call.query_row, _ = query.stride()
         _, call.key_head, call.key_row, _ = key.stride()

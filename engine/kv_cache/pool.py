@@ -33,15 +33,24 @@ from protos.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """KV of one token in one layer. Head sizes of keys and values differ in some families (DeepSeek)."""
+    """KV of one token in one layer. Head sizes of keys and values differ in some families.
+
+    With `is_latent` a value is the first numbers of its key, and only keys are stored.
+    """
 
     num_kv_heads: int
     key_dim: int
     value_dim: int
+    is_latent: bool = False
+
+    @property
+    def stored_dims(self) -> tuple[int, ...]:
+        """The size of a key, and of a value where values have a pool of their own."""
+        return (self.key_dim,) if self.is_latent else (self.key_dim, self.value_dim)
 
     @property
     def num_elements(self) -> int:
-        return self.num_kv_heads * (self.key_dim + self.value_dim)
+        return self.num_kv_heads * sum(self.stored_dims)
 
 
 class KVCache:
@@ -50,7 +59,8 @@ class KVCache:
     On a processor, memory is allocated page by page as blocks are first written.
 
     `dtype` is the dtype of keys and values as written and read; `kind` is how they are stored. `keys` and `values` are
-    the pool's memory for kernels that read it themselves, L x [N, P, H, D], at `addresses`.
+    the pool's memory for kernels that read it themselves, L x [N, P, H, D], at `addresses`; values of latents are views
+    of their keys, at the same address.
 
     `states` belong to recurrent layers; None for models without any.
 
@@ -79,14 +89,17 @@ class KVCache:
         self.kind = kind
         self.max_head_dim = max((dim for shape in shapes for dim in (shape.key_dim, shape.value_dim)), default=0)
         self._memory_dtype = memory_dtype(kind, dtype)
-        self._pools: list[list[Tensor]] = []  # L x keys and values [N, P, H, head_width of D]
+        self._pools: list[list[Tensor]] = []  # L x keys and, if stored, values [N, P, H, head_width of D]
         for shape in shapes:
-            widths = [head_width(kind, dim) for dim in (shape.key_dim, shape.value_dim)]
+            widths = [head_width(kind, dim) for dim in shape.stored_dims]
             sizes = [(num_blocks, block_size, shape.num_kv_heads, width) for width in widths]
             self._pools.append([zeros(size, self._memory_dtype, device) for size in sizes])
         # The same memory by slot, [N * P, H, D]. The views are made once: they take 100 us per layer of a small model.
         self._slots = [[pool.flatten(0, 1) for pool in layer] for layer in self._pools]
-        self.keys, self.values = ([kernel_view(kind, layer[at]) for layer in self._pools] for at in (0, 1))
+        self.keys, self.values = ([kernel_view(kind, layer[at]) for layer in self._pools] for at in (0, -1))
+        self._latent_dims = {at: shape.value_dim for at, shape in enumerate(shapes) if shape.is_latent}
+        for layer, dim in self._latent_dims.items():
+            self.values[layer] = self.keys[layer][..., :dim]
         self.addresses = [[pool.data_ptr() for pool in pools] for pools in (self.keys, self.values)]
 
     def write(self, layer: int, slots: Index, key: Tensor, value: Tensor) -> None:
@@ -98,7 +111,7 @@ class KVCache:
             keys, values = self._slots[layer]
             store(keys, values, slots, key, value)
             return
-        for by_slot, new in zip(self._slots[layer], (key, value), strict=True):
+        for by_slot, new in zip(self._slots[layer], (key, value), strict=False):  # latents store no values
             new = stored(self.kind, new)
             if isinstance(slots, slice):
                 by_slot[slots] = new
@@ -107,20 +120,21 @@ class KVCache:
 
     def read_slots(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return copies of the keys and values of some slots, in their order, each [S, H, D]."""
-        by_slots = self._slots[layer]
-        keys, values = (loaded(self.kind, by_slot.index_select(0, slots), self.dtype) for by_slot in by_slots)
-        return keys, values
+        return self._loaded(layer, [by_slot.index_select(0, slots) for by_slot in self._slots[layer]])
 
     def read_blocks(self, layer: int, blocks: Index) -> tuple[Tensor, Tensor]:
         """Return the keys and values of some blocks, each [n, P, H, D].
 
         They are views if the blocks are contiguous and stored unquantised, else copies.
         """
-        memory = (
-            pool[blocks] if isinstance(blocks, slice) else pool.index_select(0, blocks) for pool in self._pools[layer]
+        pools = self._pools[layer]
+        return self._loaded(
+            layer, [pool[blocks] if isinstance(blocks, slice) else pool.index_select(0, blocks) for pool in pools]
         )
-        keys, values = (loaded(self.kind, heads, self.dtype) for heads in memory)
-        return keys, values
+
+    def _loaded(self, layer: int, memory: Seq[Tensor]) -> tuple[Tensor, Tensor]:
+        keys, *values = (loaded(self.kind, heads, self.dtype) for heads in memory)
+        return keys, values[0] if values else keys[..., : self._latent_dims[layer]]
 
     def move(self, from_slots: Seq[int], to_slots: Seq[int]) -> None:
         """Copy the KV of slots to other slots (none twice), in all layers; the two may overlap."""
@@ -132,7 +146,7 @@ class KVCache:
     def export_blocks(self, block_ids: Seq[int]) -> Tensor:
         """Return a copy of these blocks on the pool's device, [n, bytes of a block] uint8.
 
-        A row has each layer's keys, then its values. No pass may write to these blocks during the copy.
+        A row has each layer's keys, then its values if they are stored. No pass may write to these blocks meanwhile.
         """
         index = index_of(block_ids, self.device)
         if not self._pools:
@@ -161,7 +175,7 @@ class KVCache:
 
 def block_bytes(shapes: Seq[LayerShape], block_size: int, dtype: torch.dtype, kind: KVDtype = KVDtype.AUTO) -> int:
     """Return the bytes of one block in all layers, for a model that computes in `dtype`."""
-    heads = ((shape.num_kv_heads, dim) for shape in shapes for dim in (shape.key_dim, shape.value_dim))
+    heads = ((shape.num_kv_heads, dim) for shape in shapes for dim in shape.stored_dims)
     return sum(num_heads * head_bytes(kind, dim, dtype) for num_heads, dim in heads) * block_size
 
 
@@ -211,14 +225,14 @@ class ShardedKVLayout:
     def _are_whole(self) -> list[bool]:
         """True per pool, in the order of export, if every rank has all its heads."""
         pairs = zip(self.shapes, self.rank_shapes, strict=True)
-        return [shape == rank_shape for shape, rank_shape in pairs for _ in ("keys", "values")]
+        return [shape == rank_shape for shape, rank_shape in pairs for _ in shape.stored_dims]
 
     def _pools(self, blocks: Tensor, shapes: Seq[LayerShape]) -> list[Tensor]:
         """Split blocks `[n, bytes]` uint8 of these layers into one `[n, P, H, bytes of a head]` per pool, in order."""
         sizes = [
             (shape.num_kv_heads, head_bytes(self.kind, dim, self.dtype))
             for shape in shapes
-            for dim in (shape.key_dim, shape.value_dim)
+            for dim in shape.stored_dims
         ]
         widths = [self.block_size * num_heads * num_bytes for num_heads, num_bytes in sizes]
         parts = blocks.split(widths, dim=1)

@@ -12,6 +12,7 @@ from engine.batch.indexing import runs_triton
 from engine.kv_cache.pool import LayerShape
 from engine.model.attention_probe import LayerRecord, kv_shapes_of, set_windows
 from engine.model.decoders.fused_decoder import FusedDecoder
+from engine.model.decoders.latent import latent_records
 from engine.model.decoders.row_operations import use_native_norms
 from engine.model.decoders.stock_decoder import StockDecoder
 from engine.model.forward_batch import NO_TAPS, HiddenStateTaps
@@ -22,6 +23,11 @@ from engine.model.linear.weight_store import NO_STORE, WeightStore
 from engine.model.shard import shard_model
 from engine.model.tensor_parallel import ALONE, Rank
 from engine.recurrent.native_mixer import use_native_mixers
+
+
+def pooled_records(model: PreTrainedModel, records: Seq[LayerRecord], rank: Rank = ALONE) -> list[LayerRecord]:
+    """Return the records of the pool: of latents in place of keys and values, where our decoder runs."""
+    return latent_records(model, records) if FusedDecoder.fits(model, rank) else list(records)
 
 
 def packed_decoder(
@@ -39,7 +45,7 @@ def packed_decoder(
 
     Args:
         model: a stock model with our attention and our recurrent layers.
-        records: the attention of each layer.
+        records: the attention of each layer, from `pooled_records`.
         factories: pack the weights, and the head's weight.
         dtype: of rows.
         taps: the hidden states that the decoder keeps.

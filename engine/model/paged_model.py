@@ -39,6 +39,7 @@ from engine.model.attention_probe import (
 from engine.model.checkpoint.node_memory import check_pool_memory
 from engine.model.checkpoint.unread_weight import has_quantized
 from engine.model.decoders.fused_decoder import FusedDecoder
+from engine.model.decoders.latent import check_latents
 from engine.model.decoders.stock_decoder import StockDecoder, counts_rows
 from engine.model.determinism import first_difference, has_experts, obstacle
 from engine.model.forward_batch import NO_TAPS, ForwardBatch, HiddenStateTaps
@@ -48,7 +49,7 @@ from engine.model.linear.packed_linear import Linear, LinearFactory
 from engine.model.linear.quantized_linear import dequantized, gpu_linear_factory, linear_factory, reads_few_bits
 from engine.model.linear.weight_store import NO_STORE, WeightStore
 from engine.model.loader import tokenizer_file
-from engine.model.packed_decoder import packed_decoder
+from engine.model.packed_decoder import packed_decoder, pooled_records
 from engine.model.tensor_parallel import ALONE, Rank
 from engine.native.library import processor_name, widened
 from engine.sequence.sequence import ZEROS
@@ -104,7 +105,8 @@ class PagedModel:
             ConfigError: the model's family cannot be served.
         """
         probe, stock, whole_logits = _probe_whole(model, quantization, rank)
-        self.vocab_size, records, self.state_shapes = stock.vocab_size, stock.layers, stock.states
+        self.vocab_size, self.state_shapes, self._model_type = stock.vocab_size, stock.states, model.config.model_type
+        records = pooled_records(model, stock.layers, rank)
         self.layer_shapes = self.rank_shapes = kv_shapes_of(records)
         self._dtype, self._device = dtype or model.dtype, rank.device or model.device
         self._padding_ids: Index | None = None
@@ -178,9 +180,11 @@ class PagedModel:
         It has `num_states` slots for the states of recurrent layers, if the model has any.
 
         Raises:
-            ConfigError: this node has too little memory for the full pool.
+            ConfigError: this node has too little memory for the full pool, or a pool of `kind` cannot keep a layer.
         """
         shapes = [*self.rank_shapes, *more_layers]
+        if any(shape.is_latent for shape in shapes):
+            check_latents(kind, self._model_type)
         if self._device.type == "cpu":
             needed = num_states * state_bytes(self.state_shapes, self._dtype)
             check_pool_memory(num_blocks * block_bytes(shapes, block_size, self._dtype, kind) + needed)

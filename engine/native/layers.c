@@ -35,7 +35,7 @@ struct layer {
     struct weight input_gate, input_projection; /* of the layer's own input, if it has one */
     const struct mixture *mixture; /* in place of `inner` and `down`; without any of them the layer has no MLP */
     struct beside beside;          /* absent without a mixture */
-    struct latent latent;          /* of queries, keys and values, which `qkv` yields; or absent */
+    struct latent latent;          /* of the latents that `qkv` yields; or absent */
     const struct mixer *mixer;     /* in place of the attention, or NULL; without `qkv` the layer has neither */
     int64_t leaves_mlp;            /* the caller has the MLP */
     int64_t shares_rows;           /* reads the normed rows of the layer before, not its own */
@@ -93,7 +93,7 @@ struct states {
 
 /* Buffers of intermediate results within a layer, and the products' scratch memory. */
 struct buffers {
-    char *normed, *beside, *qkv, *expanded, *attended, *inner, *scratch;
+    char *normed, *beside, *qkv, *latent, *attended, *inner, *scratch;
 };
 
 /* Rounds up to whole cache lines. */
@@ -110,7 +110,7 @@ static char *allocate_buffers(const struct decoder *d, int64_t first, int64_t la
                               struct buffers *buffers) {
     const int64_t item = d->is_bf16 ? 2 : 4, mlp_rows = min(num_rows, MLP_ROWS);
     /* All layers share the buffers, so each has the size of the largest layer. */
-    int64_t num_qkv = 0, num_attended = 0, num_inner = 0, scratch = 0, has_beside = 0, expanded = 0;
+    int64_t num_qkv = 0, num_attended = 0, num_inner = 0, scratch = 0, has_beside = 0, latent = 0;
     for (const struct layer *l = d->layers + first; l < d->layers + last; l++) {
         num_qkv = max(num_qkv, l->qkv.num_outputs + l->steps.num_outputs);
         num_attended = max(num_attended, l->output.num_inputs);
@@ -120,10 +120,10 @@ static char *allocate_buffers(const struct decoder *d, int64_t first, int64_t la
             num_inner = max(num_inner, l->input_projection.num_inputs);
             scratch = max_scratch(max_scratch(scratch, &l->input_gate, mlp_rows), &l->input_projection, mlp_rows);
         }
-        if (l->latent.keys_values.packed) {
-            const struct latent *m = &l->latent;
-            expanded = max(expanded, latent_bytes(m, num_rows, d->num_heads, l->head_dim, (int)d->is_bf16));
-            scratch = max_scratch(max_scratch(scratch, &m->queries, num_rows), &m->keys_values, num_rows);
+        if (l->latent.keys.packed) {
+            const int64_t bytes =
+                latent_bytes(&l->latent, num_rows, d->num_heads, l->num_rotated_dims, (int)d->is_bf16);
+            latent = max(latent, bytes), scratch = max_scratch(scratch, &l->latent.queries, num_rows);
         }
         if (l->mixer) scratch = max(scratch, 4 * outrider_mixer_scratch(l->mixer, num_rows));
         scratch = max_scratch(scratch, &l->steps, num_rows);
@@ -135,14 +135,14 @@ static char *allocate_buffers(const struct decoder *d, int64_t first, int64_t la
     const int64_t qkv = round_up_to_lines(num_rows * num_qkv * item);
     const int64_t attended = round_up_to_lines(num_rows * num_attended * item);
     const int64_t inner = round_up_to_lines(mlp_rows * num_inner * item), beside = has_beside * normed;
-    const int64_t bytes = normed + beside + qkv + expanded + attended + inner + round_up_to_lines(scratch);
+    const int64_t bytes = normed + beside + qkv + latent + attended + inner + round_up_to_lines(scratch);
     char *memory = aligned_alloc(64, (size_t)bytes);
     *buffers = (struct buffers){.normed = own_normed ? own_normed : memory};
     if (!memory) return NULL;
     buffers->beside = memory + normed;
     buffers->qkv = buffers->beside + beside;
-    buffers->expanded = buffers->qkv + qkv;
-    buffers->attended = buffers->expanded + expanded;
+    buffers->latent = buffers->qkv + qkv;
+    buffers->attended = buffers->latent + latent;
     buffers->inner = buffers->attended + attended;
     buffers->scratch = buffers->inner + inner;
     return memory;
@@ -220,26 +220,26 @@ static void take_heads(const struct decoder *d, const struct layer *l, const str
     a->value_head = a->value_dim = l->value_dim;
 }
 
-/* Points `a` to the queries, keys and values from the latents of buffers->qkv. */
-static void take_latents(const struct decoder *d, const struct layer *l, const struct rows *r, struct attention *a,
-                         const struct buffers *buffers) {
+/* Computes buffers->attended from the latents of buffers->qkv. Returns 1 if memory is short. */
+static int attend_over_latents(const struct decoder *d, const struct layer *l, const struct rows *r,
+                               struct attention *a, const struct buffers *buffers) {
     const struct latent_rows rows = {
         .first = buffers->qkv, .stride = l->qkv.num_outputs, .angles = r->angles[l->table], .num_rows = r->num_rows,
-        .num_heads = d->num_heads, .head_dim = l->head_dim, .num_rotated_dims = l->num_rotated_dims,
+        .num_heads = d->num_heads, .num_rotated_dims = l->num_rotated_dims,
         .rotates_pairs = (int)d->rotates_pairs, .is_bf16 = (int)d->is_bf16, .has_bf16_norms = (int)d->has_bf16_norms,
-        .memory = buffers->expanded, .scratch = buffers->scratch,
+        .memory = buffers->latent, .scratch = buffers->scratch,
     };
-    expand_latents(&l->latent, &rows, a);
+    return attend_latents(&l->latent, &rows, a, buffers->attended);
 }
 
 /* Computes buffers->attended from buffers->qkv. Returns 1 if memory is short. */
 static int attend(const struct decoder *d, const struct layer *l, const struct rows *r, struct attention *a,
                   const struct buffers *buffers) {
-    if (l->latent.keys_values.packed) take_latents(d, l, r, a, buffers);
-    else take_heads(d, l, r, a, buffers);
+    a->window = l->window, a->scaling = l->scaling, a->softcap = l->softcap, a->sinks = l->sinks;
+    if (l->latent.keys.packed) return attend_over_latents(d, l, r, a, buffers);
+    take_heads(d, l, r, a, buffers);
     a->out = buffers->attended;
     a->num_heads = l->num_kv_heads, a->group_size = d->num_heads / l->num_kv_heads;
-    a->window = l->window, a->scaling = l->scaling, a->softcap = l->softcap, a->sinks = l->sinks;
     const int is_short = outrider_attend(a);
     if (d->gates_attention) {
         const int64_t size = d->num_heads * l->head_dim, stride = l->qkv.num_outputs;

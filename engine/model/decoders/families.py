@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.model.decoders.decoder_family import DecoderFamily, Multipliers
+from engine.model.decoders.latent import latents_pay
 from engine.model.decoders.rotary import Rotary
 from engine.model.linear.native_mixture import Routing, Scores
 
@@ -290,6 +291,7 @@ def family_of(config: Any) -> DecoderFamily | None:
     if family is None or (text is not config and config.model_type not in _OUTER):
         return None
     is_other = any(getattr(text, key, None) for key in family.other_kinds) or not family.takes(text)
+    is_other |= hasattr(text, "kv_lora_rank") and not latents_pay(text)
     if is_other or not family.function(text):
         return None
     return family

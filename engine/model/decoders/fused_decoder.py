@@ -93,7 +93,7 @@ class FusedDecoder:
             model: a model that `fits`.
             records: the attention of each layer.
             make_linear: packs the weights.
-            make_head: packs the head's weight; defaults to `make_linear`.
+            make_head: packs the head's weight and the factors of latents' keys; defaults to `make_linear`.
             taps: the hidden states kept as `features`.
             rank: takes its part of the weights.
             is_deterministic: a row's logits do not depend on other rows, provided that its attention does not.
@@ -122,10 +122,11 @@ class FusedDecoder:
         self._rotaries = {kind: RotaryTable(rotary, *rotary_facts) for kind, rotary in rotaries(model).items()}
         self._rows = self._row_operations({record.shape.key_dim for record in records})
         rows = self._rotaries, self._rows, like
-        stock = StockLayers(model, make_linear, *rows, rank, store=store, is_deterministic=is_deterministic)
+        factories = make_linear, make_head or make_linear
+        stock = StockLayers(model, factories, *rows, rank, store=store, is_deterministic=is_deterministic)
         self._take_layers(model, stock, records)
         self._native_layers = self._one_call()
-        self.lm_head = stock.head(make_head or make_linear)
+        self.lm_head = stock.head()
 
     def _take_layers(self, model: Any, stock: StockLayers, records: Seq[LayerRecord]) -> None:
         self._inputs = stock.inputs()
@@ -321,10 +322,11 @@ class FusedDecoder:
         if layer.latent is not None:
             assert layer.tables is not None, "its positions are encoded"
             angles = shared.angles[layer.tables[0]]
-            parts = layer.latent.expand(layer.qkv(normed), angles, in_pairs=self._family.rotates_pairs)
-            query, key, value = (part.transpose(0, 1)[None] for part in parts)
-            attention = shared.batch.attention
-            return attention.attend(layer.kv_layer, query, key, value, layer.options).reshape(num_rows, -1)
+            parts = layer.latent.absorb(layer.qkv(normed), angles, in_pairs=self._family.rotates_pairs)
+            query, key = (part.transpose(0, 1)[None] for part in parts)
+            value = key[..., : layer.value_dim]
+            latents = shared.batch.attention.attend(layer.kv_layer, query, key, value, layer.options)
+            return layer.latent.values(latents[0]).flatten(1)
         rows, own_values = layer.qkv(normed), None
         if layer.value_dim != layer.head_dim:
             rows, own_values = rows.tensor_split((num_rotated * layer.head_dim,), dim=1)

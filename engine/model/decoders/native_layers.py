@@ -55,7 +55,7 @@ class DecoderLayer:
     input_norm: Tensor | None = None
     # Queries; keys and values, if it `stores_kv`; gates of the attention's output, if it has those.
     qkv: Linear | None = None
-    latent: Latent | None = None  # the rest of queries, keys and values, if `qkv` yields latents
+    latent: Latent | None = None  # the parts next to the attention, if `qkv` yields latents
     steps: Linear | None = None  # of a recurrent part whose steps and betas `qkv` lacks
     head_norm: Tensor | None = None  # [Hq + H, D] of q and k; [Hq + 2 H, D] with values; [2, ...] with biases
     output: Linear | None = None
@@ -70,7 +70,7 @@ class DecoderLayer:
     kv_layer: int = 0  # in the pool; of a recurrent layer the place of its states
     stores_kv: bool = False  # or an earlier layer has stored it
     num_kv_heads: int = 0
-    head_dim: int = 0  # of a query and a key
+    head_dim: int = 0  # of a query and a key, as the attention takes them
     value_dim: int = 0
     value_factor: float = 1.0  # of values
     num_rotated_dims: int = 0  # of a head

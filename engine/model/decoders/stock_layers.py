@@ -16,7 +16,17 @@ from engine.model.attention_probe import LayerRecord
 from engine.model.checkpoint.unread_weight import joined_weights
 from engine.model.decoders.decoder_family import DecoderFamily
 from engine.model.decoders.families import family_of, layers_of, num_heads_of, tables_of
-from engine.model.decoders.latent import Latent, first_latents, has_latents, latent_of
+from engine.model.decoders.head_products import HeadProducts, pack_heads, rowwise_heads
+from engine.model.decoders.latent import (
+    Latent,
+    expand,
+    factor_sizes,
+    first_latents,
+    has_latents,
+    key_factor,
+    latent_of,
+    value_factor,
+)
 from engine.model.decoders.layer_inputs import LayerInputs
 from engine.model.decoders.mlp import Mlp, MlpWithExperts
 from engine.model.decoders.native_layers import DecoderLayer, InputStep
@@ -57,7 +67,7 @@ class StockLayers:
     def __init__(
         self,
         model: Any,
-        make_linear: LinearFactory,
+        factories: tuple[LinearFactory, LinearFactory],
         rotaries: Mapping[object, RotaryTable],
         rows: RowOperations,
         like: Tensor,
@@ -70,7 +80,7 @@ class StockLayers:
 
         Args:
             model: a stock model of a described family.
-            make_linear: packs the weights.
+            factories: pack the weights, and those that keep more bits: the head's and the factors of latents' keys.
             rank: takes its part of the weights.
             store: keeps the products of a model on one rank.
             rotaries: the tables of rotary angles.
@@ -81,7 +91,7 @@ class StockLayers:
         family, config = family_of(model.config), model.config.get_text_config()
         assert family is not None, "`FusedDecoder.fits` says so"
         self._model, self._family, self._gate = model, family, family.function(config)
-        self._make_linear, self._rank, self._store = make_linear, rank, store
+        (self._make_linear, self._make_fine), self._rank, self._store = factories, rank, store
         self._rotaries, self._rows, self._dtype = rotaries, rows, like.dtype
         self._is_deterministic, self._is_on_gpu = is_deterministic, like.is_cuda
         self._num_heads, self._hidden_size = num_heads_of(config) // rank.size, config.hidden_size
@@ -96,13 +106,13 @@ class StockLayers:
         if rank.size == 1:
             if is_deterministic:
                 make_routers_batch_invariant(model, like.dtype)
-            pack_experts(model, make_linear, store)
+            pack_experts(model, self._make_linear, store)
 
-    def head(self, make_head: LinearFactory) -> Linear:
+    def head(self) -> Linear:
         """Return the product that yields this rank's logits."""
         head = self._model.get_output_embeddings()
         bias = None if head.bias is None else self._rank.shard_vocab(head.bias)
-        product = self._product("lm_head", lambda: make_head(self._rank.shard_vocab(head.weight), bias), head)
+        product = self._product("lm_head", lambda: self._make_fine(self._rank.shard_vocab(head.weight), bias), head)
         if head.weight is None:  # Mamba-2's model asks its head for a dtype
             head.weight = nn.Parameter(torch.empty(0, dtype=self._dtype), requires_grad=False)
         return product
@@ -127,7 +137,7 @@ class StockLayers:
             input_norm=before,
             qkv=self._qkv(index, attention, record),
             head_norm=self._head_norm(attention, record),
-            latent=self._latents(index, attention, record) if has_latents(attention) else None,
+            latent=self._latents(index, attention) if has_latents(attention) else None,
             output=self._product(f"layers.{index}.output", lambda: self._summed(projection), projection),
             output_norm=after,
             output_factor=self._multipliers.attention,
@@ -241,7 +251,7 @@ class StockLayers:
                 places = torch.arange(inputs[0].out_features).view(-1, 3, record.shape.key_dim)
                 order = places.transpose(0, 1).flatten()
         elif has_latents(attention):
-            inputs, order = first_latents(attention, record.shape.key_dim)
+            inputs, order = first_latents(attention)
         else:  # without own values keys are values too
             own = [attention.k_proj, attention.v_proj or attention.k_proj] if record.stores_kv else []
             inputs = [attention.q_proj, *own, *([attention.gate_proj] if hasattr(attention, "gate_proj") else [])]
@@ -268,11 +278,24 @@ class StockLayers:
         self._stand_in({linear: product})
         return product
 
-    def _latents(self, index: int, attention: Any, record: LayerRecord) -> Latent:
+    def _latents(self, index: int, attention: Any) -> Latent:
         def take(name: str, linears: list[nn.Linear], order: Tensor | None) -> Linear:
             return self._side_by_side(f"layers.{index}.{name}", linears, order)
 
-        return latent_of(attention, record.shape.key_dim, take)
+        # The keys' factor has other groups than the stored weight, and would round its few bits again.
+        sizes = factor_sizes(attention)
+        keys = self._heads(f"layers.{index}.keys", partial(key_factor, attention), sizes[0], self._make_fine)
+        values = self._heads(f"layers.{index}.values", partial(value_factor, attention), sizes[1], self._make_linear)
+        latent = latent_of(attention, take, keys, values)
+        self._stand_in({attention.kv_b_proj: partial(expand, keys, values)})
+        return latent
+
+    def _heads(
+        self, name: str, factor: Callable[[], Tensor], sizes: tuple[int, int, int], make_linear: LinearFactory
+    ) -> HeadProducts:
+        packed = self._store.product(name, lambda: pack_heads(factor(), make_linear))
+        packed = rowwise_heads(packed, partial(self._rowwise, num_inputs=sizes[-1]))
+        return HeadProducts(packed, sizes, self._dtype)
 
     def _mlp(self, index: int, mlp: Any) -> Mlp:
         last = getattr(mlp, self._family.mlp[-1])

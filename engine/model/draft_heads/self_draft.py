@@ -24,7 +24,7 @@ from engine.model.decoders.stock_decoder import StockDecoder, first_layers
 from engine.model.forward_batch import ForwardBatch
 from engine.model.linear.quantized_linear import check_can_quantize, linear_factory
 from engine.model.linear.weight_store import NO_STORE, WeightStore
-from engine.model.packed_decoder import packed_decoder
+from engine.model.packed_decoder import packed_decoder, pooled_records
 from engine.native.library import widened
 from protos.errors import ConfigError
 
@@ -64,7 +64,7 @@ class SelfDraft:
 
     def _packed(self, stock: Any, store: WeightStore) -> FusedDecoder | StockDecoder:
         num_layers, dtype = self.num_layers, self._dtype
-        records = [each for each in record_layers(stock).layers if each.layer < num_layers]
+        records = [each for each in pooled_records(stock, record_layers(stock).layers) if each.layer < num_layers]
         if num_layers < stock.config.get_text_config().num_hidden_layers:
             del layers_of(stock)[num_layers:]
         factories = linear_factory(self.quantization, dtype), linear_factory(self.quantization, dtype, is_head=True)

@@ -25,6 +25,8 @@ from engine.model.checkpoint.dtype import resolve_dtype
 from engine.model.checkpoint.end_tokens import find_end_tokens
 from engine.model.checkpoint.hub import cached_folder
 from engine.model.checkpoint.scheme import SECTIONS, scheme_of
+from engine.model.decoders.fused_decoder import FusedDecoder
+from engine.model.decoders.latent import check_latents, has_latents
 from engine.model.draft_heads.loader import load_head
 from engine.model.draft_heads.self_draft import check_self
 from engine.model.generation_config import length_limit, unknown_ends, unread_warning
@@ -77,6 +79,8 @@ def check_outline(
         return notes, False
     if model.tensor_parallel_size > 1:
         shard_plan(outline, model.tensor_parallel_size)
+    elif not is_on_gpu and FusedDecoder.fits_config(config) and any(map(has_latents, outline.modules())):
+        check_latents(KVDtype(cache.dtype), config.model_type)
     if head is not None and head.kind is HeadKind.SELF:
         check_self(head, outline, model.quantization, device)
     elif head is not None and _is_small(head):

@@ -8,7 +8,7 @@
        sums   [D x 16 lanes]   += V^T [D x keys] P [keys x 16 lanes]     V^T transposed once per job and unit of keys
 
    A lane's bits depend only on its query and on its visible keys with their positions. For this, keys are read in units
-   of UNIT at fixed positions, each SPLIT has its own softmax and sums (arXiv:2205.14135), and splits are merged in
+   of UNIT at fixed positions, each split has its own softmax and sums (arXiv:2205.14135), and splits are merged in
    order (arXiv:2311.01282). A hidden key adds exact zeros. If a hidden key is not finite, its product with zero is NaN;
    the job's tokens are then computed one by one, each from its visible keys. A node of a draft tree reads its path as
    the chain that it may become: the whole units before the tree together with the other lanes, and the rest alone.
@@ -44,7 +44,7 @@ static void plan_lanes(const struct attention *a, const struct span *span, int64
     if (span->nodes < 0) {
         const int64_t end = span->start + last_token + 1;
         const int64_t oldest = a->window ? max(0, span->start + first / a->group_size - a->window + 1) : 0;
-        first_split = oldest / SPLIT, last_split = (end + SPLIT - 1) / SPLIT;
+        first_split = oldest / split_size(a), last_split = (end - 1) / split_size(a) + 1;
         jobs->work += (double)whole * (end - oldest);
     } else {
         jobs->work += (double)whole * (span->tree_start + span->num_rows);
@@ -94,7 +94,8 @@ int outrider_attend(const struct attention *a) {
     const int is_large = max(a->key_dim, a->value_dim) > MAX_DIM / 2;
     int64_t block = (is_large ? MAX_TILES / 2 : MAX_TILES) * LANES;
     plan(a, &jobs, block);
-    while (jobs.num_jobs < 12 && block > 4 * LANES) {
+    const int64_t least = (are_values_in_keys(a) ? FEW_TILES : 4) * LANES;
+    while (jobs.num_jobs < 12 && block > least) {
         block /= 2, jobs.work = 0;
         plan(a, &jobs, block);
     }

@@ -132,8 +132,8 @@ static void load_first(const struct attention *a, const struct job *job, struct 
     const int64_t first = job->first_lane / a->group_size;
     const int64_t last = (job->first_lane + job->num_lanes - 1) / a->group_size;
     const int64_t oldest = a->window ? max(0, span->start + first - a->window + 1) : 0;
-    const int64_t begin = max(job->first_split * SPLIT, oldest / UNIT * UNIT);
-    load_unit(a, job, begin, min((job->first_split + 1) * SPLIT, span->start + last + 1), NULL, unit);
+    const int64_t begin = max(job->first_split * split_size(a), oldest / UNIT * UNIT);
+    load_unit(a, job, begin, min((job->first_split + 1) * split_size(a), span->start + last + 1), NULL, unit);
 }
 
 #ifndef NARROW
@@ -364,11 +364,11 @@ VECTOR_CODE static void close_split(struct job_state *w, float *merged, int64_t 
 
 /* Computes the nodes of a tree: all lanes share the whole units before it; each node reads the rest along its path. */
 VECTOR_CODE static void attend_tree(struct job_state *w, float *merged) {
-    const int64_t shared = w->job->span->tree_start / UNIT * UNIT;
+    const int64_t shared = w->job->span->tree_start / UNIT * UNIT, size = split_size(w->a);
     set_visibility(w, -1, 0, w->num_tiles);
-    for (int64_t begin = 0; begin < shared; begin += SPLIT) {
-        attend_range(w, begin, min(begin + SPLIT, shared), NULL, 0, w->num_tiles);
-        if (begin + SPLIT <= shared) close_split(w, merged, -1, 0, w->num_tiles);
+    for (int64_t begin = 0; begin < shared; begin += size) {
+        attend_range(w, begin, min(begin + size, shared), NULL, 0, w->num_tiles);
+        if (begin + size <= shared) close_split(w, merged, -1, 0, w->num_tiles);
     }
     const int64_t last_token = token_of(w, w->job->num_lanes - 1);
     for (int64_t token = token_of(w, 0); token <= last_token; token++) {
@@ -378,8 +378,8 @@ VECTOR_CODE static void attend_tree(struct job_state *w, float *merged) {
         const int64_t end = position_of(w, token) + 1;
         const int32_t *path = w->a->paths + node_of(w, token)->path;
         set_visibility(w, token, first, last);
-        for (int64_t begin = shared; begin < end; begin = (begin / SPLIT + 1) * SPLIT) {
-            attend_range(w, begin, min((begin / SPLIT + 1) * SPLIT, end), path, first, last);
+        for (int64_t begin = shared; begin < end; begin = (begin / size + 1) * size) {
+            attend_range(w, begin, min((begin / size + 1) * size, end), path, first, last);
             close_split(w, merged, token, first, last);
         }
     }
@@ -414,7 +414,10 @@ VECTOR_CODE static int compute(const struct attention *a, const struct job *job,
     w.scratch = scratch, w.values = values, w.wide = wide;
     /* Attend split by split; a split's state is merged in a fixed order, so the bits do not depend on the jobs. */
     load_queries(&w);
-    for (int64_t tile = 0; tile < 2 * w.num_tiles; tile++) clear_lanes(&w, states + tile * size, all_lanes(&w));
+    /* One split has nothing to merge with: the sum of a state and an empty one is the state. */
+    const int is_whole = job->span->nodes < 0 && job->last_split - job->first_split == 1;
+    const int64_t num_states = is_whole ? w.num_tiles : 2 * w.num_tiles;
+    for (int64_t tile = 0; tile < num_states; tile++) clear_lanes(&w, states + tile * size, all_lanes(&w));
     if (job->span->nodes >= 0) {
         attend_tree(&w, merged);
     } else {
@@ -422,8 +425,8 @@ VECTOR_CODE static int compute(const struct attention *a, const struct job *job,
         const int64_t end = position_of(&w, token_of(&w, job->num_lanes - 1)) + 1;
         for (int64_t split = job->first_split; split < job->last_split; split++) {
             if (has_sums_per_lane(&w) && split + 1 == job->last_split) w.following = following;
-            attend_range(&w, split * SPLIT, min((split + 1) * SPLIT, end), NULL, 0, w.num_tiles);
-            if (!job->partial) close_split(&w, merged, -1, 0, w.num_tiles);
+            attend_range(&w, split * split_size(a), min((split + 1) * split_size(a), end), NULL, 0, w.num_tiles);
+            if (!is_whole) close_split(&w, merged, -1, 0, w.num_tiles);
         }
     }
     /* A job of one split leaves its state to the last job of its lanes. */
@@ -431,7 +434,8 @@ VECTOR_CODE static int compute(const struct attention *a, const struct job *job,
         memcpy(job->partial, states, num_numbers * sizeof(float));
         return merge_partials(&w, merged);
     }
-    for (int64_t tile = 0; tile < w.num_tiles; tile++) store(&w, tile, merged + tile * size);
+    const float *last = is_whole ? states : merged;
+    for (int64_t tile = 0; tile < w.num_tiles; tile++) store(&w, tile, last + tile * size);
     return are_finite(&w);
 }
 
@@ -443,8 +447,8 @@ VECTOR_CODE static void compute_apart(const struct attention *a, const struct jo
         const int64_t token = lane / a->group_size, end = job->span->start + token + 1;
         next = min((token + 1) * a->group_size, last);
         const int64_t oldest = a->window ? max(0, end - a->window) : 0;
-        const struct job apart = {job->span,          job->head, lane, next - lane, oldest / SPLIT,
-                                  (end - 1) / SPLIT + 1, NULL,      NULL, 1};
+        const struct job apart = {job->span,          job->head, lane, next - lane, oldest / split_size(a),
+                                  (end - 1) / split_size(a) + 1, NULL, NULL, 1};
         struct double_buffer buffer = {.unit = buffer.units};
         compute(a, &apart, NULL, &buffer);
     }

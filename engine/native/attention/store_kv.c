@@ -51,6 +51,7 @@ static void store_kv(const struct attention *a, int64_t row) {
         const int64_t at = a->slots[row] * a->num_heads + head;
         const int64_t key = row * a->key_row + head * a->key_head, value = row * a->value_row + head * a->value_head;
         store_head(a, (const char *)a->new_keys + key * item, a->key_dim, (char *)a->keys + at * key_bytes(a));
+        if (are_values_in_keys(a)) continue;
         store_head(a, (const char *)a->new_values + value * item, a->value_dim,
                    (char *)a->values + at * value_bytes(a));
     }

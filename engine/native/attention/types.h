@@ -9,6 +9,7 @@
 enum {
     UNIT = 128,
     SPLIT = 1024,
+    LATENT_SPLIT = 256, /* of latents: with one kv head, the splits of few lanes are all the jobs that a row has */
     MAX_TILES = 16,  /* tiles of a job */
     TOTALS = 16,     /* partial totals of weights, each over every 16th key */
     FEW_LANES = 12,  /* up to so many lanes, registers hold keys and dims instead of lanes; */
@@ -16,7 +17,7 @@ enum {
     FEW_TILED = 4,   /* or added as AMX does, */
     FEW_HALF = 4,    /* and the limit on AVX2 */
     FEW_TILES = 2,   /* up to so many tiles, each split of a job is a separate job */
-    MAX_DIM = 512,   /* dims of a head */
+    MAX_DIM = 576,   /* dims of a head */
     SMALL = 1 << 14, /* with fewer lanes (of whole tiles) x keys, one thread computes all jobs */
     STORED_ROWS = 16, /* rows whose KV one part stores */
 };
@@ -42,7 +43,7 @@ struct node {
 struct attention {
     const void *query; /* [T, H * G, D] */
     const void *new_keys, *new_values; /* [T, H, D]; NULL: an earlier layer has stored them */
-    void *keys, *values; /* [N, P, H, D]; if `is_int8`, a scale follows each head */
+    void *keys, *values; /* [N, P, H, D]; if `is_int8`, a scale follows each head; the same if values are in keys */
     void *out; /* [T, H * G, D of the values] */
     const int64_t *slots; /* [T], of the new keys */
     const float *sinks; /* [H * G] or NULL */
@@ -86,3 +87,9 @@ static inline int64_t head_bytes(const struct attention *a, int64_t dim) {
 
 static inline int64_t key_bytes(const struct attention *a) { return head_bytes(a, a->key_dim); }
 static inline int64_t value_bytes(const struct attention *a) { return head_bytes(a, a->value_dim); }
+
+/* True if a value is the first numbers of its key and is not stored apart. */
+static inline int are_values_in_keys(const struct attention *a) { return a->values == a->keys; }
+
+/* Returns the keys of a split, a multiple of UNIT. */
+static inline int64_t split_size(const struct attention *a) { return are_values_in_keys(a) ? LATENT_SPLIT : SPLIT; }

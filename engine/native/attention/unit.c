@@ -8,9 +8,9 @@ void load_unit(const struct attention *a, const struct job *job, int64_t begin, 
     const struct span *span = job->span;
     const int32_t *table = a->tables + span->table;
     const char *keys = (const char *)a->keys + job->head * key_bytes(a);
-    const char *values = (const char *)a->values + job->head * value_bytes(a);
-    const int64_t size = a->block_size;
-    const int64_t key_stride = a->num_heads * key_bytes(a), value_stride = a->num_heads * value_bytes(a);
+    const int64_t size = a->block_size, value_size = are_values_in_keys(a) ? key_bytes(a) : value_bytes(a);
+    const char *values = (const char *)a->values + job->head * value_size;
+    const int64_t key_stride = a->num_heads * key_bytes(a), value_stride = a->num_heads * value_size;
     const int64_t end = path ? min(begin + unit->count, max(span->tree_start, begin)) : begin + unit->count;
     /* Keys in order: one look-up in the block table per block. */
     for (int64_t place = begin, last; place < end;) {
@@ -76,7 +76,7 @@ VECTOR_CODE void copy_to_scratch(const struct attention *a, struct unit *unit, c
     for (int64_t tile = 0; tile < (count + 15) / 16; tile++) {
         const int64_t first = tile * 16;
         const int is_run = first + 16 <= count && are_run(unit->slots + first);
-        if (is_run && is_read_once && a->key_dim % 32 == 0) {
+        if (is_run && (is_read_once || a->num_heads == 1) && a->key_dim % 32 == 0) {
             unit->key_tiles[tile] = unit->keys[first], unit->key_strides[tile] = key_stride;
         } else {
             char *copy = scratch + first * key_width * 2;

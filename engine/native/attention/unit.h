@@ -30,8 +30,8 @@ WITHIN void load_unit(const struct attention *a, const struct job *job, int64_t 
 /* Replaces the first `count` keys and values by zeros. */
 WITHIN void hide_keys(struct unit *unit, int64_t count);
 
-/* Copies rows to `scratch` that the kernel cannot read in the pool, and keys that it reads often: a pool's rows are so
-   far apart that they share few cache sets. Few lanes read the pool directly. */
+/* Copies rows to `scratch` that the kernel cannot read in the pool, and keys of several heads that it reads often: a
+   head's rows are so far apart that they share few cache sets. Few lanes read the pool directly. */
 WITHIN void copy_to_scratch(const struct attention *a, struct unit *unit, char *scratch, int is_few, int is_read_once);
 
 #ifdef NARROW

@@ -9,6 +9,7 @@
 #include "products/products.h"
 #include "products/quantized.h"
 #include "products/gate.h"
+#include "products/grouped.h"
 #include "team.h"
 
 #include <stdlib.h>
@@ -16,33 +17,6 @@
 
 enum {
     PREPARED_ROWS = 8, /* rows of a part that is no product */
-};
-
-/* Consecutive sorted rows of one expert. */
-struct block {
-    int64_t expert, first, num_rows;
-};
-
-/* The order of the rows. */
-struct order {
-    int64_t *places;  /* [rows, top]: the sorted row of each, or -1 */
-    int64_t *sources; /* [sorted rows]: the row of each */
-    struct block *blocks;
-    int64_t num_blocks, num_sorted;
-};
-
-/* One product of all sorted rows by the weights of their experts. */
-struct grouped {
-    const struct experts *experts;
-    const struct weight *w;
-    const struct order *order;
-    const void *x;           /* [rows, inputs], in the order of `sources`, or already sorted */
-    const int64_t *sources;  /* or NULL */
-    int is_activated;        /* x are what `in` has computed */
-    char *rows, *to;         /* [sorted rows, inputs] and [sorted rows, outputs] */
-    struct quantized quantized;
-    int64_t pairs, num_parts; /* pairs of a part, and parts of a block */
-    int is_bf16;
 };
 
 static int64_t item_of(int is_bf16) { return is_bf16 ? 2 : 4; }
@@ -93,7 +67,8 @@ static void prepare_part(const void *work, int64_t part) {
     for (int64_t row = first; row < last; row++) {
         if (g->is_activated) activate(g, row);
         else if (g->sources)
-            memcpy(g->rows + row * row_bytes, (const char *)g->x + g->sources[row] * row_bytes, (size_t)row_bytes);
+            memcpy(g->rows + row * row_bytes, (const char *)g->x + g->sources[row] * g->source_bytes,
+                   (size_t)row_bytes);
     }
     if (g->w->kind != BFLOAT16) FITTING(quantize)(&g->quantized, g->rows, (struct region){first, last, 0, g->quantized.num_groups});
 }
@@ -127,7 +102,7 @@ static void multiply_part(const void *work, int64_t part) {
     else float_product_part(x, weight, bias, out, b->num_rows, inputs, outputs, first, last);
 }
 
-static void multiply(struct grouped g, char *scratch) {
+void multiply_grouped(struct grouped g, char *scratch) {
     const struct weight *w = g.w;
     const int64_t num_pairs = w->num_outputs / OUTPUTS, num_sorted = g.order->num_sorted;
     const int64_t bits = w->kind == BFLOAT16 ? 16 : bits_of((int)w->kind);
@@ -200,8 +175,8 @@ static struct grouped product_of(const struct experts *e, const struct weight *w
 
 static void multiply_in(const struct experts *e, const void *x, struct buffers *b, char *to) {
     struct grouped g = product_of(e, &e->in, b);
-    g.x = x, g.sources = b->order.sources, g.to = to;
-    multiply(g, b->scratch);
+    g.x = x, g.sources = b->order.sources, g.source_bytes = e->in.num_inputs * item_of(g.is_bf16), g.to = to;
+    multiply_grouped(g, b->scratch);
 }
 
 /* Multiplies sorted rows, activated first if need be, by the second weights, and adds up. */
@@ -211,7 +186,7 @@ static void multiply_out(const struct experts *e, const struct routing *r, void 
     g.x = x, g.is_activated = is_activated;
     if (!is_activated) g.rows = x;
     g.to = is_activated ? x : b->between; /* x is no longer needed, and as large */
-    multiply(g, b->scratch);
+    multiply_grouped(g, b->scratch);
     const struct sums sums = {r, b->order.places, g.to, out, e->out.num_outputs, (int)e->is_bf16};
     share_out(sum_part, &sums, (r->num_rows + PREPARED_ROWS - 1) / PREPARED_ROWS);
 }

@@ -67,6 +67,19 @@ def test_few_rows_read_few_experts():
     assert shape.read_bytes(1) < 0.15 * shape.read_bytes(10_000)
 
 
+def test_one_processor_caches_latents_and_gpus_keys_and_values(tmp_path: Path):
+    sizes = {"num_hidden_layers": 27, "hidden_size": 2048, "num_attention_heads": 16, "intermediate_size": 10944}
+    latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, **latent, "vocab_size": 102400}))
+    shape = ModelShape.of(str(tmp_path), "bf16")
+    assert shape.cached_bytes(is_on_processor=True) == 27 * 2 * 576
+    assert shape.cached_bytes(is_on_processor=False) == shape.kv_bytes == 27 * 2 * 5120
+    one, two = (
+        replace(deployment(), target=shape, device=DeviceSpec.of("xeon-amx-2core"), num_devices=n) for n in (1, 2)
+    )
+    assert one.target_pass(1, num_drafts=0).kv_bytes * 5120 == two.target_pass(1, num_drafts=0).kv_bytes * 576
+
+
 def test_the_best_k_of_one_stream_maximises_tokens_per_second():
     plan = deployment()
     best = best_speed_up(plan, 1)

@@ -50,9 +50,9 @@ def test_a_processor_with_our_kernels_gets_them_for_the_pools_that_they_read(cap
     span = Span([0], 0, [0], 1)
     for dtype, dim, kind in (
         (torch.bfloat16, 64, NativeAttention if has_bfloat16 else TorchAttention),
-        (torch.float32, 512, NativeAttention),
+        (torch.float32, 576, NativeAttention),
         (torch.float16, 64, TorchAttention),
-        (torch.float32, 513, TorchAttention),
+        (torch.float32, 577, TorchAttention),
     ):
         cache = KVCache([LayerShape(1, dim, 8)], 1, 16, dtype=dtype, device=CPU)
         assert isinstance(plan_attention([span], cache, slice(0, 1)), kind)

@@ -86,8 +86,8 @@ def test_blocks_that_begin_and_end_like_a_run_may_lie_anywhere_between(block_siz
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(16, 16), (24, 8), (8, 40), (80, 80), (192, 128), (512, 512)])
-def test_head_sizes_may_be_any_up_to_512(key_dim: int, value_dim: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(16, 16), (24, 8), (8, 40), (80, 80), (192, 128), (576, 512)])
+def test_head_sizes_may_be_any_up_to_576(key_dim: int, value_dim: int, dtype: torch.dtype) -> None:
     check(AttentionWorld(MIXED, HeadShape(2, 2, key_dim, value_dim), dtype=dtype), LayerOptions(scaling=key_dim**-0.5))
 
 
@@ -161,6 +161,19 @@ def test_an_int8_pool_takes_all_that_another_does(heads: HeadShape, options: Lay
     torch.testing.assert_close(out.double(), expected, rtol=2**-9, atol=INT8_TOLERANCE[dtype])
 
 
+LATENT = [HeadShape(1, 16, 96, 64), HeadShape(1, 3, 40, 24), HeadShape(1, 20, 576, 512)]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("heads", LATENT, ids=str)
+def test_values_may_be_the_first_numbers_of_keys(heads: HeadShape, dtype: torch.dtype) -> None:
+    extents = [*MIXED, *TREES, TreeSpanShape(1500, 40), TreeSpanShape(1030, 1)]
+    check(
+        AttentionWorld(extents, heads, dtype=dtype, is_latent=True),
+        LayerOptions(scaling=heads.key_dim**-0.5),
+    )
+
+
 def in_pieces(world: AttentionWorld, ends: Seq[int], options: LayerOptions, *, beside: bool) -> Tensor:
     """The rows of the first span, cut at `ends`; `beside`: between the world's other spans."""
     whole, others = world.spans[0], world.spans[1:]
@@ -193,6 +206,17 @@ def test_a_row_has_the_same_bits_in_any_company(
     for ends in ((300,), (1, 2, 7, 12, 123, 124, 125, 126, 200, 201, 300), (150, *range(151, 170), 300)):
         for beside in (False, True):
             assert torch.equal(in_pieces(world, ends, options, beside=beside), expected)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("heads", LATENT[:2], ids=str)
+def test_a_row_over_latents_has_the_same_bits_in_any_company(heads: HeadShape, dtype: torch.dtype) -> None:
+    extents = [TreeSpanShape(1000, 60), TreeSpanShape(1100, 1), TreeSpanShape(3, 40), TREES[0]]
+    world = AttentionWorld(extents, heads, dtype=dtype, is_latent=True)
+    expected = in_pieces(world, [60], PLAIN, beside=False)
+    for ends in ((60,), (1, 2, 7, 12, 23, 24, 25, 60), (30, *range(31, 50), 60)):
+        for beside in (False, True):
+            assert torch.equal(in_pieces(world, ends, PLAIN, beside=beside), expected)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -302,8 +326,10 @@ def test_an_int8_pool_gives_the_same_bits_with_and_without_amx(
     assert torch.equal(*outs)
 
 
-@pytest.mark.parametrize("kv", ["auto", "int8"])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("family", "kv"),
+    [(family, kv) for family in ("llama", "gemma2", "gpt_oss") for kv in ("auto", "int8")] + [("deepseek_v3", "auto")],
+)
 def test_a_models_logits_are_those_of_the_torch_path(family: str, kv: str, tmp_path: Path) -> None:
     write_family(tmp_path, SERVED[family]())
     ours, theirs = (logits_by(attention, tmp_path, "cpu", kv) for attention in ("native", "torch"))

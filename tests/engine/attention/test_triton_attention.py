@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from engine.attention.torch_attention import TorchAttention
 from engine.attention.triton_tiles import HeadShape, Tiling, split_tiles, whole_tiles
 from engine.batch.indexing import send
 from engine.config import KVDtype
+from engine.model.decoders.fused_decoder import FusedDecoder
 from tests.engine.fixtures.attention_fixtures import (
     CHUNK,
     DECODE,
@@ -197,7 +199,9 @@ def test_a_pass_computes_what_the_processors_pass_does(window: int | None) -> No
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
 def test_a_models_logits_are_those_of_the_torch_path(family: str, tmp_path: Path) -> None:
     write_family(tmp_path, SERVED[family]())
-    ours, theirs = (logits_by(attention, tmp_path, DEVICE.type) for attention in ("triton", "torch"))
+    is_ours = family != "deepseek_v3"  # on GPUs it goes module by module, without latents in the pool
+    with patch.object(FusedDecoder, "fits", return_value=is_ours):
+        ours, theirs = (logits_by(attention, tmp_path, DEVICE.type) for attention in ("triton", "torch"))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
 
 

@@ -11,7 +11,12 @@ from engine.config import CacheConfig
 from engine.kv_cache.pool import KVCache, LayerShape, block_bytes, pool_size
 from protos.errors import ConfigError
 
-SHAPES = [LayerShape(num_kv_heads=2, key_dim=8, value_dim=4), LayerShape(num_kv_heads=1, key_dim=4, value_dim=4)]
+LATENT = LayerShape(num_kv_heads=1, key_dim=12, value_dim=8, is_latent=True)
+SHAPES = [
+    LayerShape(num_kv_heads=2, key_dim=8, value_dim=4),
+    LayerShape(num_kv_heads=1, key_dim=4, value_dim=4),
+    LATENT,
+]
 CPU = torch.device("cpu")
 
 
@@ -33,13 +38,27 @@ def test_a_written_slot_is_found_in_its_block_and_no_other_slot_changes(slots: l
 
 def test_layers_have_their_own_shapes() -> None:
     cache = new_cache()
-    assert [tuple(keys.shape) for keys in cache.keys] == [(5, 4, 2, 8), (5, 4, 1, 4)]
-    assert [tuple(values.shape) for values in cache.values] == [(5, 4, 2, 4), (5, 4, 1, 4)]
+    assert [tuple(keys.shape) for keys in cache.keys] == [(5, 4, 2, 8), (5, 4, 1, 4), (5, 4, 1, 12)]
+    assert [tuple(values.shape) for values in cache.values] == [(5, 4, 2, 4), (5, 4, 1, 4), (5, 4, 1, 8)]
+
+
+def test_a_latent_is_stored_once_and_read_as_key_and_value() -> None:
+    cache, latents = new_cache(), torch.rand(3, 1, 12)
+    cache.write(2, slice(3, 6), latents, latents[..., :8])
+    assert cache.addresses[0][2] == cache.addresses[1][2]
+    cache.move([3], [11])
+    cache.copy_blocks([2], [4])
+    for keys, values in (
+        cache.read_slots(2, torch.tensor([19, 4, 5])),
+        [heads.flatten(0, 1)[[11, 4, 5]] for heads in cache.read_blocks(2, slice(0, 5))],
+    ):
+        assert torch.equal(keys, latents)
+        assert torch.equal(values, latents[..., :8])
 
 
 def test_block_bytes_are_the_bytes_of_the_tensors() -> None:
     cache = new_cache()
-    num_bytes = sum(pool.numel() * pool.itemsize for pool in (*cache.keys, *cache.values))
+    num_bytes = sum(pool.numel() * pool.itemsize for pool in (*cache.keys, *cache.values[:2]))
     assert 5 * block_bytes(SHAPES, 4, torch.float32) == num_bytes
 
 

@@ -124,8 +124,8 @@ SCALED_QUERIES = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "origin
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
 GPT = {"vocab_size": 96, "n_embd": 128, "n_layer": 3, "n_head": 2, "n_positions": 512}
 LATENT = {name: size for name, size in SIZES.items() if name != "head_dim"}
-LATENT |= {"num_key_value_heads": 4, "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 16}
-LATENT |= {"qk_rope_head_dim": 32, "v_head_dim": 24}
+LATENT |= {"num_key_value_heads": 4, "q_lora_rank": 96, "kv_lora_rank": 128, "qk_nope_head_dim": 32}
+LATENT |= {"qk_rope_head_dim": 32, "v_head_dim": 64}
 IN_GROUPS = ROUTED | {"n_routed_experts": 6, "n_group": 3, "topk_group": 2, "n_shared_experts": 1}
 GEMMA_4 = {
     **SIZES,

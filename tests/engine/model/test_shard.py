@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from transformers import (
     Starcoder2Config,
 )
 
+from engine.model.decoders.fused_decoder import FusedDecoder
 from engine.model.tensor_parallel import check_divisible
 from protos.errors import ConfigError
 from tests.engine.fixtures.families import LATENT, PLAIN, SERVED, VOCAB_SIZE, WINDOW, write_family
@@ -74,6 +76,9 @@ def test_two_ranks_compute_what_one_device_does(
     alone, sharded = compute_alone(folders[family]), computed[family]
     assert isinstance(sharded, Computed), sharded
     assert sharded.texts == alone.texts
+    if family.startswith("deepseek"):  # one rank keeps latents, several keep keys and values
+        with patch.object(FusedDecoder, "fits", return_value=False):
+            alone = compute_alone(folders[family])
     torch.testing.assert_close(sharded.logits, alone.logits, rtol=0, atol=2e-5)
     blocks = [each.blocks.view(torch.float32) for each in (sharded, alone)]
     torch.testing.assert_close(*blocks, rtol=0, atol=1e-5)
