@@ -5,7 +5,10 @@ For rows that `is_drawn_in_steps`, it draws the tokens of `engine.sampling.sampl
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from enum import Enum
 
 import numpy as np
 import torch
@@ -19,6 +22,7 @@ from engine.sampling.noise import Purpose, gumbel, noise_keys
 from engine.sampling.penalties import has_penalties
 from engine.sampling.truncation import (
     cut_nuclei,
+    cut_top_k,
     cut_unlikely,
     has_min_p,
     has_top_k,
@@ -28,10 +32,21 @@ from engine.sampling.truncation import (
 )
 from protos.messages import SamplingParams
 
+MAX_TOP_K = 64  # Gemma's; others have up to 50
+
+
+class DrawKind(Enum):
+    """The limits of a batch's draws; each kind has those before it too."""
+
+    ALL_TOKENS = "noise alone"
+    NUCLEUS = "top_p and min_p"
+    TOP_K = "top_k"
+
 
 def is_drawn_in_steps(sampling: SamplingParams) -> bool:
-    """True if temperature, top-p, min-p and the noise of its position alone choose each token of a request."""
-    return not (has_penalties(sampling) or has_bias(sampling) or may_ban_tokens(sampling) or has_top_k(sampling))
+    """True if temperature, top-k, top-p, min-p and the noise of its position choose each token of a request."""
+    needs_host = has_penalties(sampling) or has_bias(sampling) or may_ban_tokens(sampling)
+    return not (needs_host or _top_k(sampling) > MAX_TOP_K)
 
 
 class StepDraw:
@@ -50,15 +65,16 @@ class StepDraw:
         self._factors = torch.tensor([[1.0], [1.0], [0.0], [0.0]], device=device).repeat(1, num_rows)
         self._top_p, self._log_min_p = torch.ones(num_rows, device=device), torch.zeros(num_rows, device=device)
         self._log_min_p.fill_(float("-inf"))
+        self._top_k = torch.zeros(num_rows, dtype=torch.int64, device=device)
         # No row has a line of counts, or an id with a bias.
         self._spans = torch.tensor([[-1], [0], [0], [0], [0]], dtype=torch.int32, device=device).repeat(1, num_rows)
         self._no_ids = torch.zeros(1, dtype=torch.int32, device=device)
         self._no_biases, self._no_counts = torch.zeros(1, device=device), self._no_ids[None]
 
-    def fill(self, rows: Seq[LogitsRow], num_steps: int) -> bool:
-        """Prepare the draws of the next token of each row, and of the tokens after it.
+    def fill(self, rows: Seq[LogitsRow], num_steps: int) -> DrawKind:
+        """Prepare the draws of the next token of each row, and of the tokens after it; return the kind of all draws.
 
-        Return True if `draw` has to cut a row's distribution. Nothing waits for the device.
+        Nothing waits for the device.
         """
         batch, num_rows = RowBatch.of(rows), len(self._has_noise)
         self._requests = requests = batch.recall(self._requests)
@@ -66,36 +82,51 @@ class StepDraw:
         keys = np.zeros((num_steps, num_rows), np.int64)
         keys[:, : len(batch)] = noise_keys(requests.key_prefixes, positions, Purpose.TARGET_GUMBEL).numpy()
         copy_array(self._keys[:num_steps], keys)
-        columns = ((_has_noise, 0.0), (_temperature, 1.0), (nucleus_share, 1.0), (log_least_share, float("-inf")))
-        buffers = (self._has_noise, self._factors[0], self._top_p, self._log_min_p)
-        for (number, neutral), buffer in zip(columns, buffers, strict=True):
+        columns: list[tuple[Tensor, Callable[[SamplingParams], float], float]] = [
+            (self._has_noise, _has_noise, 0.0),
+            (self._factors[0], _temperature, 1.0),
+            (self._top_p, nucleus_share, 1.0),
+            (self._log_min_p, log_least_share, -math.inf),
+            (self._top_k, _top_k, 0.0),
+        ]
+        for buffer, number, neutral in columns:
             values = np.full(num_rows, neutral)
             values[: len(batch)] = requests.column(number)
             copy_array(buffer, values)
-        return bool(requests.matching(has_top_p) or requests.matching(has_min_p))
+        if requests.matching(has_top_k):
+            return DrawKind.TOP_K
+        is_cut = requests.matching(has_top_p) or requests.matching(has_min_p)
+        return DrawKind.NUCLEUS if is_cut else DrawKind.ALL_TOKENS
 
-    def draw(self, logits: Tensor, step: Tensor, *, is_cut: bool) -> Tensor:
+    def draw(self, kind: DrawKind, logits: Tensor, step: Tensor) -> Tensor:
         """Draw the token of each row of logits [R, V] float32 in `step` [1] int64, on the device: [R] int64."""
         keys = self._keys.index_select(0, step)[0]
         if self._has_kernels:
-            return self._draw_by_kernels(logits, keys, is_cut=is_cut)
+            return self._draw_by_kernels(kind, logits, keys)
         scores = logits / self._factors[0][:, None]
-        if is_cut:
+        if kind is DrawKind.TOP_K:
+            scores = self._cut_top_k(scores)
+        if kind is not DrawKind.ALL_TOKENS:
             scores = torch.where(self._top_p[:, None] < 1.0, cut_nuclei(scores, self._top_p[:, None]), scores)
             scores = cut_unlikely(scores, self._log_min_p[:, None])
         noise = gumbel(keys, scores.shape[1])
         return highest(scores + noise.mul_(self._has_noise[:, None]))
 
-    def _draw_by_kernels(self, logits: Tensor, keys: Tensor, *, is_cut: bool) -> Tensor:
+    def _draw_by_kernels(self, kind: DrawKind, logits: Tensor, keys: Tensor) -> Tensor:
         # Imported here, since processes without a GPU may have no Triton.
-        from engine.sampling.triton_draw import RowEdits, draw
+        from engine.sampling.triton_draw import RowEdits, draw, edit
         from engine.sampling.triton_nucleus import draw_nucleus
 
         noise = keys, self._has_noise
         edits = RowEdits(self._factors, self._spans, self._no_ids, self._no_biases, self._no_counts)
-        if is_cut:
+        if kind is DrawKind.ALL_TOKENS:
+            return draw(logits, noise, edits)
+        if kind is DrawKind.NUCLEUS:
             return draw_nucleus(logits, noise, self._top_p, self._log_min_p, edits)
-        return draw(logits, noise, edits)
+        return draw_nucleus(self._cut_top_k(edit(logits, edits)), noise, self._top_p, self._log_min_p)
+
+    def _cut_top_k(self, scores: Tensor) -> Tensor:
+        return cut_top_k(scores, self._top_k[:, None], min(MAX_TOP_K, scores.shape[1]))
 
 
 def _has_noise(sampling: SamplingParams) -> float:
@@ -104,3 +135,8 @@ def _has_noise(sampling: SamplingParams) -> float:
 
 def _temperature(sampling: SamplingParams) -> float:
     return 1.0 if sampling.is_greedy else sampling.temperature
+
+
+def _top_k(sampling: SamplingParams) -> int:
+    """Return the request's `top_k`; 0 if it keeps all tokens."""
+    return sampling.top_k if has_top_k(sampling) else 0

@@ -40,8 +40,14 @@ def has_top_k(sampling: SamplingParams) -> bool:
 def keep_top_k(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
     """Keep the `top_k` largest scores of each row, and scores equal to the last of them; `[R, V]` -> `[R, V]`."""
     counts = np.minimum(RowBatch.of(rows).column(_top_k), scores.shape[1]).astype(np.int64)
-    largest = scores.topk(int(counts.max())).values  # [R, k], largest first
-    return _cut_below(scores, largest.gather(1, send(torch.from_numpy(counts - 1), scores.device)[:, None]))
+    return cut_top_k(scores, send(torch.from_numpy(counts), scores.device)[:, None], int(counts.max()))
+
+
+def cut_top_k(scores: Tensor, top_k: Tensor, most: int) -> Tensor:
+    """`keep_top_k` with a `top_k` of at most `most` for each row, [R, 1] int64; 0 keeps all tokens."""
+    largest = scores.topk(most).values  # [R, most], largest first
+    lowest = largest.gather(1, (top_k - 1).clamp_(min=0))
+    return _cut_below(scores, lowest.masked_fill(top_k == 0, -math.inf))
 
 
 def has_top_p(sampling: SamplingParams) -> bool:

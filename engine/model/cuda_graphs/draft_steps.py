@@ -11,6 +11,7 @@ it. They are the numbers that a single pass would have, so the drafts are the sa
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
@@ -25,12 +26,18 @@ from engine.model.cuda_graphs.static_batch import StaticBatch
 from engine.native.library import are_finite
 from engine.sampling.logits_row import LogitsRow
 from engine.sampling.sampler import Sampler
-from engine.sampling.step_draw import StepDraw
+from engine.sampling.step_draw import DrawKind, StepDraw
 from protos.messages import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 MAX_STEPS = 16  # laid out at a time
 NUM_COMPARED = 4  # steps of a new recording
-_COMPARED = (SamplingParams(temperature=0.7), SamplingParams(temperature=0.7, top_p=0.9))
+_COMPARED = (  # a draw of each kind
+    SamplingParams(temperature=0.7),
+    SamplingParams(temperature=0.7, top_p=0.9),
+    SamplingParams(temperature=0.7, top_k=20, top_p=0.9),
+)
 
 Advance = Callable[[], Tensor]  # returns the tokens, [R] int64
 # Logits of one row for each span, computed from these input tokens as any other pass.
@@ -81,16 +88,22 @@ class DraftSteps:
         self._draw = StepDraw(num_rows, num_steps, device, has_kernels=has_kernels)
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
         self._drawn = torch.zeros(num_steps, num_rows, dtype=torch.int64, device=device)
-        self._advances: dict[bool, Advance] = {
-            flag: partial(self._draw_and_take, is_cut=flag) for flag in (False, True)
-        }
+        self._advances: dict[DrawKind, Advance] = {kind: partial(self._draw_and_take, kind) for kind in DrawKind}
         self.num_steps = self._num_sequences = 0
-        self._is_cut = False
+        self._kind = DrawKind.ALL_TOKENS
 
     def record(self, record: Callable[[Advance], Advance]) -> None:
-        """Replace both kinds of `advance` by their replays."""
-        self._step.zero_()  # each is computed twice before it is recorded
-        self._advances = {flag: record(advance) for flag, advance in self._advances.items()}
+        """Replace each kind of `advance` by its replay; steps of a kind that cannot be recorded do not begin."""
+        recorded: dict[DrawKind, Advance] = {}
+        self._step.zero_()  # each kind is computed twice before it is recorded
+        for kind, advance in self._advances.items():
+            try:
+                recorded[kind] = record(advance)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                logger.warning("drafts by %s are drawn call by call, as they cannot be recorded: %s", kind.value, error)
+        self._advances = recorded
 
     @property
     def device(self) -> torch.device:
@@ -109,7 +122,9 @@ class DraftSteps:
         return self._states.current[: self._num_sequences]
 
     def begin(self, spans: Seq[Span], rows: Seq[LogitsRow], last_ids: Tensor, states: Tensor | None = None) -> bool:
-        """Lay out a step for each token of `spans`, all of one length; False if the attention has no room for them.
+        """Lay out a step for each token of `spans`, all of one length; False if they cannot be computed in steps.
+
+        Then the attention has no room for them, or their kind of draw is not recorded.
 
         Args:
             spans: up to `MAX_STEPS` input tokens of each sequence.
@@ -117,10 +132,10 @@ class DraftSteps:
             last_ids: the first input of each, [B] int64, on the device.
             states: a head's before it, [B, S].
         """
-        if not self._static.fill_steps(spans):
-            return False
         self.num_steps, self._num_sequences = len(spans[0].token_ids), len(spans)
-        self._is_cut = self._draw.fill(rows, self.num_steps)
+        self._kind = self._draw.fill(rows, self.num_steps)
+        if self._kind not in self._advances or not self._static.fill_steps(spans):
+            return False
         self.last_ids.copy_(last_ids)
         if states is not None:
             self.states.copy_(states)
@@ -135,7 +150,7 @@ class DraftSteps:
 
     def advance(self) -> Tensor:
         """Draw the present step's tokens, feed them to the next step, and take it; return them, [B] int64."""
-        self._advances[self._is_cut]()
+        self._advances[self._kind]()
         return self.last_ids
 
     def drawn(self) -> Tensor:
@@ -143,8 +158,8 @@ class DraftSteps:
         return self._drawn[: self.num_steps, : self._num_sequences].clone()
 
     @torch.inference_mode()
-    def _draw_and_take(self, *, is_cut: bool) -> Tensor:
-        token_ids = self._draw.draw(self._logits, self._step, is_cut=is_cut)
+    def _draw_and_take(self, kind: DrawKind) -> Tensor:
+        token_ids = self._draw.draw(kind, self._logits, self._step)
         marked = token_ids.where(are_finite(self._logits), -1 - token_ids)
         self._drawn.index_copy_(0, self._step, marked[None])
         self._static.batch.input_ids.copy_(token_ids)
@@ -168,7 +183,8 @@ def steps_error(
         token_ids = index_tensor([5] * len(spans), steps.device)
         drafts: list[int] = []
         row = LogitsRow(sampling, [5], 1, draft_ids=drafts)
-        assert steps.begin(spans, [row] * len(spans), token_ids), "the scratch block is short"
+        if not steps.begin(spans, [row] * len(spans), token_ids):
+            continue
         for step in range(len(spans[0].token_ids)):
             expected = forward([span.at_step(step) for span in spans], token_ids).clone()
             logits = steps.decode()

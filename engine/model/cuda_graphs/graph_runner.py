@@ -205,7 +205,7 @@ class CudaGraphRunner:
         """
         if self._cache.states is not None:
             return
-        num_ids, record = min(ids_end, self._logits.shape[1]), self._record
+        num_ids = min(ids_end, self._logits.shape[1])
 
         def forward(spans: Seq[Span], input_ids: Tensor) -> Tensor:
             batch = ForwardBatch.of(spans, self._cache, self._plan_attention)
@@ -218,15 +218,9 @@ class CudaGraphRunner:
             logits = self._logits[: bucket.num_rows, :num_ids]
             own = None if states is None else states.head(bucket.num_rows)
             steps = DraftSteps(*self._passes[bucket], logits, own, has_kernels=is_triton(self._plan_attention))
-            if record is not None:
-                try:
-                    with enough_memory(self._device, f"recorded draws of {bucket.num_rows} rows", _REMEDY):
-                        steps.record(partial(_recorded, record))
-                except RuntimeError as error:
-                    logger.warning(
-                        "drafts are drawn call by call, as draws of this model cannot be recorded: %s", error
-                    )
-                    return
+            if self._record is not None:
+                with enough_memory(self._device, f"recorded draws of {bucket.num_rows} rows", _REMEDY):
+                    steps.record(partial(_recorded, self._record))
                 error_share = steps_error(steps, [probe] * bucket.num_rows, forward, _error_share)
                 if error_share > self._tolerance:
                     differing = "steps of %d drafts are computed call by call: recorded, they differ by %.1f%%"

@@ -26,8 +26,11 @@ from engine.model.cuda_graphs.static_attention import TiledAttention
 from engine.model.cuda_graphs.static_batch import PlannedAttention, StaticBatch
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.draft_model.model_proposer import ModelProposer
+from engine.sampling.logits_row import LogitsRow
 from engine.sampling.noise import noise_keys
+from engine.sampling.step_draw import MAX_TOP_K
 from engine.sequence.sequence import Sequence
+from protos.errors import ConfigError
 from protos.messages import SamplingParams, VerifyMode
 from tests.engine.fixtures.builders import make_scheduled, make_sequence
 from tests.engine.fixtures.checkpoints import VOCAB_SIZE, write_checkpoint
@@ -40,12 +43,14 @@ SAMPLINGS = {
     "greedy": GREEDY,
     "sampled": SAMPLED,
     "top_p": replace(SAMPLED, top_p=0.9),
-    "min_p": replace(SAMPLED, temperature=1.3, min_p=0.1),
+    "min_p": replace(SAMPLED, temperature=2.0, min_p=0.1),
+    "top_k": replace(SAMPLED, temperature=3.0, top_k=3),
+    "top_k, top_p": replace(SAMPLED, temperature=2.0, top_k=MAX_TOP_K - 20, top_p=0.8),
 }
 BY_HOST = {
     "penalties": replace(SAMPLED, presence_penalty=0.5),
     "bias": replace(GREEDY, logit_bias=((7, 3.0),)),
-    "top_k": replace(SAMPLED, top_k=5),
+    "large top_k": replace(SAMPLED, top_k=MAX_TOP_K + 1),
     "bad words": replace(GREEDY, bad_words=((7,),)),
     "min_tokens": replace(GREEDY, min_tokens=3, stop_token_ids=(0,)),
 }
@@ -124,7 +129,7 @@ def test_steps_draft_what_the_host_would_have_drafted_token_by_token(
 ) -> None:
     """All samplings in one batch, lengths that differ, drafts that end early; with `triton` a GPU replays them."""
     make = partial(sequences_of, [*SAMPLINGS.values()] * 2)
-    nums_drafts = [4, 2, 4, 5, 1, 4, 3, 4][:batch]
+    nums_drafts = [4, 2, 4, 4, 5, 1, 3, 4][:batch]
     drafter = proposer(folder, EAGER, attention)
     found = rounds(drafter, make()[:batch], nums_drafts)
     assert len(num_begun) >= 3
@@ -132,12 +137,14 @@ def test_steps_draft_what_the_host_would_have_drafted_token_by_token(
     assert [len(draft.token_ids) for draft in found[:batch]] == nums_drafts
 
 
-@pytest.mark.parametrize("name", SAMPLINGS)
-def test_steps_draw_as_the_sampler_does(folder: Path, num_begun: list[int], name: str) -> None:
-    make = partial(sequences_of, [SAMPLINGS[name]] * 4)
-    found = rounds(proposer(folder, EAGER), make(), [6] * 4)
+@pytest.mark.parametrize(
+    ("name", "attention"), [*((name, "torch") for name in SAMPLINGS), ("sampled", "triton"), ("top_p", "triton")]
+)
+def test_steps_draw_as_the_sampler_does(folder: Path, num_begun: list[int], name: str, attention: str) -> None:
+    make = partial(sequences_of, [SAMPLINGS[name]] * 2)
+    found = rounds(proposer(folder, EAGER, attention), make(), [6] * 2)
     assert num_begun == [5] * 3
-    assert found == plain_rounds(folder, make, [6] * 4)
+    assert found == plain_rounds(folder, make, [6] * 2)
 
 
 @pytest.mark.parametrize("name", BY_HOST)
@@ -399,14 +406,34 @@ def test_recorded_steps_that_differ_from_passes_are_not_used(
     assert "steps of 3 drafts are computed call by call: recorded, they differ by" in caplog.text
 
 
-def test_steps_that_cannot_be_recorded_are_laid_out_one_by_one(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_draws_that_cannot_be_recorded_are_the_hosts(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    num_advances = 0
+
     def record(compute: Compute) -> Compute:
+        nonlocal num_advances
         if not isinstance(compute, partial):  # passes are
-            raise RuntimeError("operation not permitted when stream is capturing")
+            num_advances += 1
+            if num_advances % 3 == 0:
+                raise RuntimeError("operation not permitted when stream is capturing")
         return compute
 
     graphs = checked(folder, record)
-    assert graphs.has_passes
-    assert not graphs._draft_steps
-    assert "drafts are drawn call by call" in caplog.text
-    assert "not permitted" in caplog.text
+    assert "drafts by top_k are drawn call by call, as they cannot be recorded: operation not permitted" in caplog.text
+    steps, last_ids = graphs._draft_steps[GraphBucket(1, 1)], torch.tensor([5])
+    spans = [Span([0, 0], 0, [2], 2)]
+    for name in SAMPLINGS:
+        row = LogitsRow(SAMPLINGS[name], [5], 1)
+        assert steps.begin(spans, [row], last_ids.to(steps.device)) is ("top_k" not in name)
+
+
+def test_memory_that_ends_while_draws_are_recorded_is_refused_with_the_figures(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def record(compute: Compute) -> Compute:
+        if not isinstance(compute, partial):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
+        return compute
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 29, 80 << 30))
+    with pytest.raises(ConfigError, match="no memory for recorded draws of 1 rows"):
+        checked(folder, record)

@@ -25,6 +25,7 @@ from engine.engine_core.core import EngineCore
 from engine.engine_core.loading import load_engine
 from engine.model.cuda_graphs.draft_steps import DraftSteps
 from engine.model.runner.model_runner import ModelRunner
+from engine.sampling.step_draw import DrawKind
 from engine.sequence.batch import DraftQuery
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod
 from tests.engine.fixtures.heads.eagle3_fixtures import head_tensors, write_original
@@ -120,10 +121,10 @@ def test_states_of_the_step_before_change_drafts(root: Path, kind: HeadKind, mon
     texts, drafts = drafted(build(root, kind, GraphKind.OFF))
     draw_and_take = DraftSteps._draw_and_take
 
-    def forgetful(steps: DraftSteps, *, is_cut: bool) -> torch.Tensor:
+    def forgetful(steps: DraftSteps, kind: DrawKind) -> torch.Tensor:
         assert steps._states is not None
         before = steps._states.current.clone()
-        token_ids = draw_and_take(steps, is_cut=is_cut)
+        token_ids = draw_and_take(steps, kind)
         steps._states.current.copy_(before)
         return token_ids
 
