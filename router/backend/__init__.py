@@ -14,6 +14,7 @@ from protos.messages import GenerateRequest, TokenChunk
 from protos.served_model import DraftOrder, DraftReport, ModelCard
 
 Answer = TypeVar("Answer")
+OpenStream = Callable[[GenerateRequest], AsyncGenerator[Sequence[TokenChunk], None]]  # as `Backend.generate` does
 
 
 class SharedAnswer(Generic[Answer]):
@@ -47,8 +48,8 @@ class SharedAnswer(Generic[Answer]):
                 self._rest_until_s = now_s + min(4 * (now_s - began_s), 1.0)
 
 
-class TokenStreams(Protocol):
-    """The part of a `Backend` that turns token ids into token ids."""
+class Backend(Protocol):
+    """All pairs, seen as one machine."""
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Sequence[TokenChunk], None]:
         """Yield the chunks of one sequence, one batch per engine step or several; the last has a finish reason.
@@ -61,10 +62,6 @@ class TokenStreams(Protocol):
             ServingError: others, as the pair raised them.
         """
         ...
-
-
-class Backend(TokenStreams, Protocol):
-    """All pairs, seen as one machine."""
 
     async def describe(self) -> ModelCard:
         """Return the card of the model that is served. Raises `UnavailableError` while no pair answers."""

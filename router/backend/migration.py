@@ -29,7 +29,7 @@ from protos.errors import (
     UnavailableError,
 )
 from protos.messages import FinishReason, GenerateRequest, SpeculationStats, TokenChunk
-from router.backend import TokenStreams
+from router.backend import OpenStream
 from router.backend.refusal_gate import RefusalGate
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ _APART_S = 3.0  # the longest random extra pause: requests that crashed two engi
 
 
 class MigratingStreams:
-    """`TokenStreams` that survive `UnavailableError`, silence included, of the backend inside.
+    """Streams of a backend that survive its `UnavailableError`s, silence included.
 
     A request that was never accepted is refused at once (`OverloadedError` passes through). An accepted one is moved
     until it finishes, it got no token for `DEADLINE_S`, three engines in a row ended while computing it, or its own
@@ -54,17 +54,17 @@ class MigratingStreams:
 
     def __init__(
         self,
-        inner: TokenStreams,
+        open_stream: OpenStream,
         on_move: Callable[[], None] = lambda: None,
         on_model_change: Callable[[], None] = lambda: None,
     ) -> None:
         self.gate = RefusalGate()
-        self._inner = inner
+        self._open_stream = open_stream
         self._on_move = on_move
         self._on_model_change = on_model_change
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Sequence[TokenChunk], None]:
-        """Yield the inner backend's chunks; a chunk is never yielded twice.
+        """Yield the chunks of the pairs' streams; a chunk is never yielded twice.
 
         If other choices wait for this request (`num_places`), the first batch may be empty: it reports that a pair has
         taken the request. Other signs of life are not yielded.
@@ -72,7 +72,7 @@ class MigratingStreams:
         state = MigrationState(request)
         while not state.is_finished:
             try:
-                async with aclosing(self._inner.generate(state.next_request())) as batches:
+                async with aclosing(self._open_stream(state.next_request())) as batches:
                     while not state.is_finished:
                         is_new = not state.was_accepted
                         batch = await state.next_batch(batches)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 from protos.errors import GrammarError
 from protos.messages import FinishReason, GenerateRequest, StepStats, TokenChunk, TokenSource
 from router.api_keys import current_client
-from router.backend import TokenStreams
+from router.backend import OpenStream
 from router.generation.choice_text import ChoiceText, DetokenizerMaker
 from router.generation.delta import Delta, join_deltas, runs_of
 from router.generation.receipts import OpenReceipt, Receipt
@@ -197,7 +197,7 @@ class Generation:
         params: GenerateParams,
         requests: list[GenerateRequest],
         *,
-        streams: TokenStreams,
+        open_stream: OpenStream,
         tokenizer: Tokenizer,
         metrics: IngressMetrics,
         origin: Origin,
@@ -213,7 +213,7 @@ class Generation:
         self._params = params
         self._receipt = origin.receipt
         self._requests = requests
-        self._streams = streams
+        self._open_stream = open_stream
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._tool_format = answers if isinstance(answers, ToolFormat) else None
@@ -268,7 +268,7 @@ class Generation:
             thinking=self._params.thinking,
             new_detokenizer=self._new_detokenizer(),
         )
-        batches = self._streams.generate(request)
+        batches = self._open_stream(request)
         if self.num_choices > 1:
             batches = leading(batches, is_admitted) if index == 0 else following(batches, is_admitted)
         return ChoiceStream(

@@ -15,7 +15,7 @@ from protos.errors import ContextLengthError, ModelNotFoundError, RequestError, 
 from protos.messages import Grammar
 from protos.served_model import ModelCard, with_tokenizer
 from router.api_keys import current_client
-from router.backend import Backend, SharedAnswer, TokenStreams
+from router.backend import Backend, OpenStream, SharedAnswer
 from router.backend.migration import MigratingStreams
 from router.config import IngressConfig
 from router.generation.draft_admin import DraftAdmin
@@ -23,7 +23,7 @@ from router.generation.generation import Generation, Origin
 from router.generation.receipts import OpenReceipt, ReceiptKey, digests_of, key_for
 from router.generation.tool_formats import PROMPTED, find_format
 from router.metrics.ingress_metrics import IngressMetrics
-from router.metrics.tracing import TracedStreams, tracer_from_environment
+from router.metrics.tracing import traced, tracer_from_environment
 from router.requests.body import BodyWork
 from router.requests.chat_request import ChatCompletionRequest, ChatPromptFields
 from router.requests.completion_request import CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -66,11 +66,11 @@ class GenerationService:
         metrics.wanted_pairs.set(config.min_pairs)
         self.tracer = tracer_from_environment() if tracer is None else tracer
         # Streams, from inside out: the backend, migration, tracing.
-        migrating = MigratingStreams(backend, metrics.migrations.inc, self._forget_card)
+        migrating = MigratingStreams(backend.generate, metrics.migrations.inc, self._forget_card)
         self._gate = migrating.gate
-        self._streams: TokenStreams = (
-            TracedStreams(migrating, self.tracer, config.model_id) if self.tracer else migrating
-        )
+        self._open_stream: OpenStream = migrating.generate
+        if self.tracer:
+            self._open_stream = traced(migrating.generate, self.tracer, config.model_id)
         self._backend = backend
         self.drafts = DraftAdmin(backend, self._forget_card)
         self.peers: Callable[[], Awaitable[Mapping[str, str]]] | None = None  # all ingress replicas' metrics, by name
@@ -342,7 +342,7 @@ class GenerationService:
         return Generation(
             params,
             requests,
-            streams=self._streams,
+            open_stream=self._open_stream,
             tokenizer=self.files.tokenizer,
             answers=self._format or self._response_template,
             metrics=self.metrics,

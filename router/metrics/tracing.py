@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from protos.client_text import for_log
 from protos.errors import ConfigError
 from protos.messages import FirstTokenTimes, GenerateRequest, TokenChunk
-from router.backend import TokenStreams
+from router.backend import OpenStream
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
@@ -128,23 +128,18 @@ def note_error(span: Span, error: Exception) -> None:
     span.set_status(StatusCode.ERROR, message)
 
 
-class TracedStreams:
-    """`TokenStreams` with a span for each sequence, over others."""
+def traced(open_stream: OpenStream, tracer: Tracer, model_id: str) -> OpenStream:
+    """Return `open_stream` with a span for each sequence."""
 
-    def __init__(self, inner: TokenStreams, tracer: Tracer, model_id: str) -> None:
-        self._inner = inner
-        self._tracer = tracer
-        self._model_id = model_id
-
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Sequence[TokenChunk], None]:
+    async def open_traced(request: GenerateRequest) -> AsyncGenerator[Sequence[TokenChunk], None]:
         operation = "chat" if request.request_id.startswith("chatcmpl") else "text_completion"
         # Not the current span: a generator may be closed in another task.
-        span = self._tracer.start_span(
-            f"{operation} {self._model_id}", attributes=_request_attributes(request, operation, self._model_id)
+        span = tracer.start_span(
+            f"{operation} {model_id}", attributes=_request_attributes(request, operation, model_id)
         )
-        record = _SequenceRecord(self._tracer, span)
+        record = _SequenceRecord(tracer, span)
         try:
-            async with aclosing(self._inner.generate(replace(request, is_traced=True))) as batches:
+            async with aclosing(open_stream(replace(request, is_traced=True))) as batches:
                 async for batch in batches:
                     record.add(batch)
                     yield batch
@@ -153,6 +148,8 @@ class TracedStreams:
             raise
         finally:
             record.end()
+
+    return open_traced
 
 
 class _SequenceRecord:

@@ -249,7 +249,7 @@ async def test_a_pair_asked_again_during_a_long_step_delivers_each_token_once(ta
     backend = ClientBackend(client)
     monkeypatch.setattr(migration, "SILENCE_S", 0.1)
     monkeypatch.setattr(migration, "FIRST_TOKEN_S", 1.0)
-    migrating = MigratingStreams(backend)
+    migrating = MigratingStreams(backend.generate)
     stream = migrating.generate(request(max_tokens=4))
     tokens = []
     async for batch in stream:
@@ -264,7 +264,7 @@ async def test_signs_of_life_keep_a_stream_with_its_pair_through_a_long_step(tar
     target.engine.step_s = 0.3
     backend = ClientBackend(client, sign_of_life_s=0.02)
     monkeypatch.setattr(migration, "SILENCE_S", 0.15)
-    migrating = MigratingStreams(backend)
+    migrating = MigratingStreams(backend.generate)
     chunks = [chunk async for batch in migrating.generate(request(max_tokens=3)) for chunk in batch]
     assert [chunk.token_ids for chunk in chunks] == [(0,), (1,), (2,)]
     assert backend.request_ids == ["a"]

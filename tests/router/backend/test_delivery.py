@@ -90,7 +90,7 @@ def short_pauses() -> Iterator[None]:
 @given(st.lists(st.tuples(st.sampled_from(FAULTS), st.integers(0, 4), st.integers(1, 5)), max_size=8))
 def test_each_token_is_delivered_once_and_in_order(faults: list[tuple[str, int, int]]) -> None:
     async def read() -> list[TokenChunk]:
-        backend = MigratingStreams(FaultyPairs(faults))
+        backend = MigratingStreams(FaultyPairs(faults).generate)
         return [chunk async for batch in backend.generate(REQUEST) for chunk in batch]
 
     chunks = asyncio.run(read())
@@ -99,7 +99,7 @@ def test_each_token_is_delivered_once_and_in_order(faults: list[tuple[str, int, 
 
 
 async def test_drafts_of_all_attempts_are_summed() -> None:
-    backend = MigratingStreams(FaultyPairs([("death", 2, 3)]))
+    backend = MigratingStreams(FaultyPairs([("death", 2, 3)]).generate)
     chunks = [chunk async for batch in backend.generate(REQUEST) for chunk in batch]
     assert chunks[-1].speculation == SpeculationStats(6, 0, (2,))
 
@@ -114,7 +114,7 @@ async def test_a_changed_model_ends_the_stream_by_name() -> None:
 
     changes: list[bool] = []
     pairs = Redeployed([("death", 2, 3)])
-    backend = MigratingStreams(pairs, on_model_change=lambda: changes.append(True))
+    backend = MigratingStreams(pairs.generate, on_model_change=lambda: changes.append(True))
     delivered = []
     try:
         async for batch in backend.generate(REQUEST):

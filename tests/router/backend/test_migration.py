@@ -33,7 +33,7 @@ def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def tokens_of(backend: FakeBackend, request: GenerateRequest = REQUEST) -> list:
-    chunks = [chunk async for batch in MigratingStreams(backend).generate(request) for chunk in batch]
+    chunks = [chunk async for batch in MigratingStreams(backend.generate).generate(request) for chunk in batch]
     assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert chunks[-1].finish_reason is FinishReason.LENGTH
     return [token_id for chunk in chunks for token_id in chunk.token_ids]
@@ -68,7 +68,7 @@ async def test_many_losses_are_survived_while_there_is_progress(monkeypatch: pyt
 async def test_every_attempt_after_the_first_is_told() -> None:
     moves: list[int] = []
     backend = FakeBackend(failures=[UnavailableError("gone")] * 3, fail_after=2)
-    migrating = MigratingStreams(backend, lambda: moves.append(len(backend.requests)))
+    migrating = MigratingStreams(backend.generate, lambda: moves.append(len(backend.requests)))
     assert [batch async for batch in migrating.generate(REQUEST)]
     assert moves == [1, 2, 3]
 
@@ -199,7 +199,7 @@ async def test_a_time_out_in_the_engine_is_the_clients_to_know() -> None:
 
 async def test_closing_the_stream_closes_the_pairs() -> None:
     backend = FakeBackend()
-    async with aclosing(MigratingStreams(backend).generate(REQUEST)) as stream:
+    async with aclosing(MigratingStreams(backend.generate).generate(REQUEST)) as stream:
         await anext(stream)
         assert backend.num_running == 1
     assert backend.num_running == 0
@@ -222,7 +222,7 @@ async def test_a_chunk_that_repeats_tokens_adds_those_behind_them_with_their_own
         yield [chunk_with_logprobs((14, 15), 3, FinishReason.LENGTH)]
 
     backend.generate = repeat  # type: ignore[method-assign]
-    chunks = [chunk async for batch in MigratingStreams(backend).generate(REQUEST) for chunk in batch]
+    chunks = [chunk async for batch in MigratingStreams(backend.generate).generate(REQUEST) for chunk in batch]
     expected = [
         chunk_with_logprobs((11, 12, 13), 0),
         chunk_with_logprobs((14, 15), 3),
