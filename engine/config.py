@@ -208,43 +208,19 @@ MASK_KEYS = ("pard_token", "ptd_token_id")  # in the configuration of a draft mo
 MTP_KEYS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
-class TreeKind(StrEnum):
-    """The shape of a tree: DYNAMIC follows the draft's probabilities, STATIC is the same in every pass."""
-
-    DYNAMIC = "dynamic"
-    STATIC = "static"
-
-
 @dataclass(frozen=True, slots=True)
 class TreeConfig:
     """Tree drafts of `num_nodes` nodes, or of at most so many in an adaptive deployment, which also has chains.
 
-    `parents` is the shape of a static tree, as in `Draft`; without it the shape is the best one for the acceptance
-    assumed in `engine.proposer.growth.tree`.
-
     Raises:
-        ConfigError: `num_nodes` is out of range, or `parents` is not a tree of `num_nodes` nodes.
+        ConfigError: `num_nodes` is out of range.
     """
 
-    kind: TreeKind = TreeKind.DYNAMIC
     num_nodes: int = 8
-    parents: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_nodes <= MAX_TREE_NODES:
             raise ConfigError(f"speculation.tree.num_nodes is {self.num_nodes}; use 1 to {MAX_TREE_NODES}")
-        if self.parents and self.kind is not TreeKind.STATIC:
-            raise ConfigError("speculation.tree.parents are the shape of a static tree; set kind to 'static'")
-        if self.parents and len(self.parents) != self.num_nodes:
-            raise ConfigError(
-                f"speculation.tree.parents are {len(self.parents)} and num_nodes is {self.num_nodes}; give one for each"
-            )
-        wrong = next((node for node, parent in enumerate(self.parents) if not -1 <= parent < node), None)
-        if wrong is not None:
-            raise ConfigError(
-                f"speculation.tree.parents has {self.parents[wrong]} for node {wrong}; a parent comes before its "
-                "children, and -1 means the committed tokens"
-            )
 
 
 @dataclass(frozen=True, slots=True)

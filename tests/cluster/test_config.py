@@ -19,7 +19,6 @@ from engine.config import (
     ScorerKind,
     StepConfig,
     TreeConfig,
-    TreeKind,
 )
 from protos.errors import ConfigError
 from protos.messages import SpeculationMethod
@@ -318,7 +317,7 @@ def test_a_tree_has_eight_nodes_unless_the_file_gives_a_number() -> None:
     draft = {"kind": "model", "path": "d"}
     default = parse_config({**MINIMAL, "draft": draft, "speculation": {"tree": {}}}).speculation.tree
     assert default is not None
-    assert default.to_engine() == TreeConfig(TreeKind.DYNAMIC, num_nodes=8)
+    assert default.to_engine() == TreeConfig(num_nodes=8)
     small = parse_config({**MINIMAL, "draft": draft, "speculation": {"tree": {"num_nodes": 3}}}).speculation.tree
     assert small is not None
     assert small.to_engine() == TreeConfig(num_nodes=3)

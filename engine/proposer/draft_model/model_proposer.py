@@ -257,7 +257,7 @@ class ModelProposer:
 
     def _tree(self, plan: _DraftPlan) -> Tree:
         copy, sequence = plan.sequence, plan.sequence.target_sequence
-        return tree_of(self._tree_config, sequence, copy.blocks, plan.num_nodes, plan.num_drafts, copy.matcher)
+        return tree_of(sequence, copy.blocks, plan.num_nodes, plan.num_drafts, copy.matcher)
 
 
 def _rows_of(logits: Tensor) -> RowLogits:

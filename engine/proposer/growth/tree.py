@@ -20,9 +20,8 @@ from functools import cache
 from heapq import heappop, heappush
 
 from engine.accounting.acceptance import RANK_ACCEPTANCE
-from engine.batch.draft import Draft, SparseDistribution, depths
+from engine.batch.draft import Draft, SparseDistribution
 from engine.batch.span import Span
-from engine.config import TreeConfig, TreeKind
 from engine.proposer.growth.chain import masked, row_after
 from engine.sampling.grammar import GrammarMatcher
 from engine.sampling.logits_row import LogitsRow
@@ -51,27 +50,6 @@ def best_parents(num_nodes: int, max_depth: int, acceptance: tuple[float, ...] =
             sibling = loss / acceptance[rank] * acceptance[rank + 1]
             heappush(candidates, (sibling, 2 * node + 2, parent, rank + 1, depth))
     return tuple(parents)
-
-
-def trimmed(parents: Seq[int], num_nodes: int, max_depth: int) -> tuple[int, ...]:
-    """Return a shape of the first `num_nodes` nodes that are not deeper than `max_depth`."""
-    indices = {-1: -1}
-    for node, depth in enumerate(depths(parents)):
-        if depth <= max_depth and len(indices) <= num_nodes:
-            indices[node] = len(indices) - 1
-    return tuple(indices[parents[node]] for node in indices if node >= 0)
-
-
-def parents_of(config: TreeConfig, sequence: RequestTokens, num_nodes: int, max_depth: int) -> tuple[int, ...] | None:
-    """Return the fixed parents of a pass's tree, as in `Draft`; None if it takes the likeliest nodes.
-
-    Only drafts that are verified by matching may choose a shape by their tokens.
-    """
-    if config.kind is TreeKind.DYNAMIC and sequence.is_matched:
-        return None
-    if config.parents:
-        return trimmed(config.parents, num_nodes, max_depth)
-    return best_parents(num_nodes, max_depth)
 
 
 ROOT = -1
@@ -245,13 +223,11 @@ class Tree:
 
 
 def tree_of(
-    config: TreeConfig | None,
-    sequence: RequestTokens,
-    blocks: TokenBlocks,
-    num_nodes: int,
-    depth: int,
-    matcher: GrammarMatcher | None,
+    sequence: RequestTokens, blocks: TokenBlocks, num_nodes: int, depth: int, matcher: GrammarMatcher | None
 ) -> Tree:
-    """Return the tree of a pass, which grows to `num_nodes` nodes of at most `depth`."""
-    assert config is not None, "only a configured tree can be grown"
-    return Tree(sequence, blocks, parents_of(config, sequence, num_nodes, depth), num_nodes, depth, matcher)
+    """Return the tree of a pass, which grows to `num_nodes` nodes of at most `depth`.
+
+    Only drafts that are verified by matching may choose a shape by their tokens; others have the same in every pass.
+    """
+    parents = None if sequence.is_matched else best_parents(num_nodes, depth)
+    return Tree(sequence, blocks, parents, num_nodes, depth, matcher)

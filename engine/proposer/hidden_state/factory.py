@@ -80,7 +80,7 @@ class SelfProposer(NoProposer):
 
     def _tree(self, query: DraftQuery) -> Tree:
         sequence, num_nodes = query.sequence, query.max_tree_nodes
-        return tree_of(self._tree_config, sequence, sequence, num_nodes, query.max_draft_tokens, sequence.matcher)
+        return tree_of(sequence, sequence, num_nodes, query.max_draft_tokens, sequence.matcher)
 
 
 def _chain(query: DraftQuery) -> Chain:

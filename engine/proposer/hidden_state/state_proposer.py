@@ -127,7 +127,7 @@ class StateProposer(ABC):
 
     def _tree(self, query: DraftQuery) -> Tree:
         sequence, num_nodes = query.sequence, query.max_tree_nodes
-        return tree_of(self._tree_config, sequence, sequence, num_nodes, self._depth(query), sequence.matcher)
+        return tree_of(sequence, sequence, num_nodes, self._depth(query), sequence.matcher)
 
     def _depth(self, query: DraftQuery) -> int:
         return query.max_draft_tokens if self._max_depth is None else min(query.max_draft_tokens, self._max_depth)

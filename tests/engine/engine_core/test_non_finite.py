@@ -23,7 +23,6 @@ from engine.config import (
     SchedulerConfig,
     SpeculationConfig,
     TreeConfig,
-    TreeKind,
 )
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
@@ -185,7 +184,7 @@ def test_branches_that_overflow_change_no_token(
     asked = [request(str(seed), (*CLEAN, seed), seed=seed, temperature=1.0) for seed in range(1, 4)]
     plain = texts(run(new_core(folder, dtype, attention, kv=kv), asked))
     proposer = PoisonousTrees(lambda sequence, count: plain[sequence.request_id][sequence.num_output_tokens :][:count])
-    core = new_core(folder, dtype, attention, proposer, kv=kv, tree=TreeConfig(TreeKind.DYNAMIC, 5))
+    core = new_core(folder, dtype, attention, proposer, kv=kv, tree=TreeConfig(5))
     assert texts(run(core, asked)) == plain
     assert core.stats().drafts.num_accepted_tokens > 20
 
@@ -252,11 +251,7 @@ def test_a_bias_of_infinity_in_masks_is_no_fault(folders: Callable[..., Path]) -
 
 
 @pytest.mark.parametrize("verify", VerifyMode)
-@pytest.mark.parametrize(
-    "tree",
-    [None, TreeConfig(TreeKind.DYNAMIC, 5), TreeConfig(TreeKind.STATIC, 5)],
-    ids=["chain", "dynamic tree", "static tree"],
-)
+@pytest.mark.parametrize("tree", [None, TreeConfig(5)], ids=["chain", "tree"])
 def test_a_draft_model_that_overflows_drafts_nothing_and_is_counted(
     folders: Callable[..., Path], tree: TreeConfig | None, verify: VerifyMode
 ) -> None:

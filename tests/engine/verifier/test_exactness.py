@@ -21,7 +21,6 @@ from engine.config import (
     SchedulerConfig,
     SpeculationConfig,
     TreeConfig,
-    TreeKind,
 )
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
@@ -127,10 +126,6 @@ def dynamic_trees(folders: Folders) -> Proposer:
     return model(folders, TREE)
 
 
-def static_trees(folders: Folders) -> Proposer:
-    return model(folders, STATIC_TREE)
-
-
 def adversary(folders: Folders) -> Proposer:
     return RandomProposer()
 
@@ -156,7 +151,6 @@ class Setup:
 
 REFERENCE = Setup(num_at_once=1)
 TREE = TreeConfig(num_nodes=9)
-STATIC_TREE = TreeConfig(TreeKind.STATIC, 6, parents=(-1, -1, 0, 0, 1, 3))
 
 SETUPS = {
     "batched": Setup(),
@@ -180,7 +174,6 @@ SETUPS = {
     "draft trees, preempted": Setup(dynamic_trees, 4, num_blocks=10, tree=TREE),
     "draft trees, prefix hits": Setup(dynamic_trees, 4, num_repeats=2, tree=TREE),
     "draft trees, adaptive": Setup(dynamic_trees, 4, tree=TREE, adaptive=True),
-    "draft trees of one shape": Setup(static_trees, 4, tree=STATIC_TREE),
     "draft, alone": Setup(model, 4, num_at_once=1),
     "draft, chunked": Setup(model, 4, max_tokens_per_step=11),
     "draft, preempted": Setup(model, 4, num_blocks=10),
@@ -268,7 +261,7 @@ def test_the_text_depends_on_nothing_but_prompt_seed_and_target(
         assert engine._speculation.proposer.num_hits > 20
     if setup.num_repeats > 1:
         assert engine.stats().num_prefix_hit_tokens > 0
-    if setup.proposer in (model, dynamic_trees, static_trees, ahead, ngram, suffix) and not setup.adaptive:
+    if setup.proposer in (model, dynamic_trees, ahead, ngram, suffix) and not setup.adaptive:
         assert engine.stats().drafts.num_accepted_tokens > 0
 
 

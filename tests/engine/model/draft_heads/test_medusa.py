@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from engine.accounting.record import PassedRows
 from engine.batch.draft import Draft
-from engine.config import HeadKind, TreeConfig, TreeKind
+from engine.config import HeadKind, TreeConfig
 from engine.model.draft_heads.loader import HeadTarget
 from engine.model.draft_heads.medusa import MedusaHeads
 from engine.model.draft_heads.published import TargetShape
@@ -249,11 +249,8 @@ def draft(
     return proposer.propose(batch)
 
 
-STATIC = TreeConfig(TreeKind.STATIC, 5, parents=(-1, -1, 0, 0, 1))
-
-
 def draft_trees(model: TabularModel, sequences: Seq[Sequence], num_drafts: int) -> list[Draft]:
-    return draft(model, sequences, num_drafts, STATIC)
+    return draft(model, sequences, num_drafts, TreeConfig(5))
 
 
 def all_paths(pair: TabularPair, verify: VerifyMode) -> list[tuple[Draft, float]]:

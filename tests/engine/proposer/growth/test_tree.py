@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from engine.batch.draft import Draft, depths
-from engine.config import TreeConfig, TreeKind
 from engine.proposer.growth import tree_sampler
-from engine.proposer.growth.tree import Tree, best_parents, parents_of, trimmed
+from engine.proposer.growth.tree import ROOT, Tree, best_parents, tree_of
 from engine.proposer.growth.tree_sampler import TreeSampler
 from engine.sampling.sampler import Sampler
 from engine.sequence.sequence import Sequence
@@ -162,20 +161,15 @@ def test_the_best_shape_is_the_best_of_all_shapes() -> None:
         assert value(best) == pytest.approx(max(map(value, shapes)))
 
 
-def test_a_shape_is_trimmed_to_what_a_pass_has_room_for() -> None:
-    parents = (-1, 0, 1, -1, 3, 0)
-    assert trimmed(parents, 6, 3) == parents
-    assert trimmed(parents, 6, 2) == (-1, 0, -1, 2, 0)
-    assert trimmed(parents, 2, 3) == (-1, 0)
-
-
 def test_only_drafts_that_are_matched_choose_their_shape_by_their_tokens() -> None:
-    config = TreeConfig(TreeKind.DYNAMIC, 6)
+    def children_of(params: SamplingParams, verify: VerifyMode) -> list[int]:
+        sequence = new_sequence(params, verify)
+        return tree_of(sequence, sequence, 6, 3, None).num_wanted
+
     sampled = SamplingParams()
-    assert parents_of(config, new_sequence(sampled), 6, 3) is None
-    assert parents_of(config, new_sequence(sampled, VerifyMode.REJECTION), 6, 3) == best_parents(6, 3)
     greedy = replace(sampled, temperature=0.0)
-    assert parents_of(config, new_sequence(greedy, VerifyMode.REJECTION), 6, 3) is None
+    assert children_of(sampled, VerifyMode.REJECTION) == [best_parents(6, 3).count(ROOT)]
+    assert children_of(sampled, VerifyMode.COUPLED) == children_of(greedy, VerifyMode.REJECTION) == [6]
 
 
 def test_levels_lie_one_behind_the_other_and_name_their_parents() -> None:
