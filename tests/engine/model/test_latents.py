@@ -106,7 +106,8 @@ def test_the_stock_model_multiplies_by_the_factors_own_numbers(folder: Path, qua
     stored = model.model.layers[0].self_attn.kv_b_proj.weight.clone()
     decoder: Any = PagedModel(copy.deepcopy(model).requires_grad_(False), quantization).decoder
     latent = decoder._layers[0].latent
-    latents, query = torch.randn(7, RANK), torch.randn(7, HEADS, PLAIN_DIMS)
+    generator = torch.Generator().manual_seed(1)
+    latents, query = (torch.randn(7, *sizes, generator=generator) for sizes in ((RANK,), (HEADS, PLAIN_DIMS)))
     keys, values = expand(latent.keys, latent.values, latents).view(7, HEADS, -1).split((PLAIN_DIMS, VALUE), -1)
     own_keys, own_values = (latents @ stored.T).view(7, HEADS, -1).split((PLAIN_DIMS, VALUE), -1)
     rows = 0 if quantization is Quantization.NONE else 0.02  # kernels of few bits round rows to 8
