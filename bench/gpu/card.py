@@ -26,7 +26,7 @@ from engine.config import (
 )
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
-from engine.model.cuda_graphs.graph_runner import ForwardOutput, graph_recorder
+from engine.model.cuda_graphs.recorder import ForwardOutput, graph_recorder
 from engine.proposer.text_match.ngram import NgramProposer
 from protos.messages import SamplingParams
 

@@ -21,7 +21,7 @@ from engine.attention.triton_attention import TritonAttention, paged_attention
 from engine.attention.triton_tiles import HeadShape
 from engine.batch.span import Span
 from engine.kv_cache.pool import KVCache, LayerShape
-from engine.model.cuda_graphs.graph_runner import ForwardOutput, graph_recorder
+from engine.model.cuda_graphs.recorder import ForwardOutput, graph_recorder
 
 _BLOCK_SIZE = 16
 _POOL_BYTES = 8 << 30  # several times any cache, and more than one launch reads

@@ -25,6 +25,7 @@ from engine.config import GraphConfig
 from engine.kv_cache.pool import KVCache
 from engine.model.cuda_graphs.buckets import GraphBucket, fitting_bucket, graph_buckets
 from engine.model.cuda_graphs.draft_steps import NUM_COMPARED, Advance, DraftSteps, HeadStates, steps_error
+from engine.model.cuda_graphs.recorder import Compute, ForwardOutput, Record, graph_recorder
 from engine.model.cuda_graphs.static_batch import PlannedAttention, StaticAttention, StaticBatch
 from engine.model.forward_batch import ForwardBatch, logit_rows
 from engine.model.gpu_memory import enough_memory
@@ -33,59 +34,9 @@ from engine.sequence.sequence import ZEROS
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardOutput:
-    """Results of a pass: `logits` [R, V] float32, and `features` [T, F] if a head reads them."""
-
-    logits: Tensor
-    features: Tensor | None = None
-
-    def head(self, num_logits: int, num_rows: int) -> ForwardOutput:
-        """Return the first rows of both, without copying."""
-        return ForwardOutput(self.logits[:num_logits], None if self.features is None else self.features[:num_rows])
-
-
 _REMEDY = "lower cache.gpu_memory_utilization or scheduler.max_num_sequences, or set target.cuda_graphs to off"
 
 Forward = Callable[[ForwardBatch, Tensor], ForwardOutput]  # a pass, and where its logits go
-Compute = Callable[[], ForwardOutput]
-Record = Callable[[Compute], Compute]
-
-
-def graph_recorder() -> Record:
-    """Return a function that records passes of one model.
-
-    They share memory and the stream that owns the libraries' workspaces: cuBLAS keeps 32 MiB on Hopper for each stream
-    that it was used on.
-    """
-    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-
-    def record(compute: Compute) -> Compute:
-        """Return the replay of `compute`, which must neither wait for the device nor make tensors from host numbers.
-
-        A replay computes on the tensors' present contents. Its output is valid until the next replay of any graph.
-
-        Raises:
-            RuntimeError: `compute` does what cannot be recorded.
-        """
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):  # kernels are compiled and libraries have their workspaces before anything is recorded
-                compute()
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # Only this thread's calls are held to the rules of recording: others copy KV blocks meanwhile.
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            output = compute()
-
-        def replay() -> ForwardOutput:
-            graph.replay()
-            return output
-
-        return replay
-
-    return record
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +51,12 @@ _RecordedBatch = tuple[StaticBatch, Compute]  # a batch, and what computes it: a
 
 
 class CudaGraphRunner:
-    """Recorded passes of one model over one pool; all write their logits to one buffer."""
+    """Recorded passes of one model over one pool; all write their logits to one buffer.
+
+    Attributes:
+        record: records its passes; None if they are computed call by call.
+        vocab_size: columns of the logits.
+    """
 
     def __init__(
         self,
@@ -142,8 +98,9 @@ class CudaGraphRunner:
         self._pool_tokens = trial_pool_tokens or cache.num_blocks * cache.block_size
         self._has_trees, self._device = graphs.has_trees, cache.device
         self._max_batch = max(graphs.batches, default=graphs.max_batch)
+        self.vocab_size = vocab_size
         self._passes: dict[GraphBucket, _RecordedBatch] = {}
-        self._record = record = record or (graph_recorder() if cache.device.type == "cuda" else None)
+        self.record = record = record or (graph_recorder() if cache.device.type == "cuda" else None)
         # Buffers that all recordings share, as large as the largest bucket needs.
         largest_first = graph_buckets(graphs)[::-1]  # the others use the memory of the largest again
         max_rows = largest_first[0].num_rows if largest_first else 0
@@ -205,7 +162,7 @@ class CudaGraphRunner:
         """
         if self._cache.states is not None:
             return
-        num_ids = min(ids_end, self._logits.shape[1])
+        num_ids = min(ids_end, self.vocab_size)
 
         def forward(spans: Seq[Span], input_ids: Tensor) -> Tensor:
             batch = ForwardBatch.of(spans, self._cache, self._plan_attention)
@@ -218,9 +175,9 @@ class CudaGraphRunner:
             logits = self._logits[: bucket.num_rows, :num_ids]
             own = None if states is None else states.head(bucket.num_rows)
             steps = DraftSteps(*self._passes[bucket], logits, own, has_kernels=is_triton(self._plan_attention))
-            if self._record is not None:
+            if self.record is not None:
                 with enough_memory(self._device, f"recorded draws of {bucket.num_rows} rows", _REMEDY):
-                    steps.record(partial(_recorded, self._record))
+                    steps.record(partial(_recorded, self.record))
                 error_share = steps_error(steps, [probe] * bucket.num_rows, forward, _error_share)
                 if error_share > self._tolerance:
                     differing = "steps of %d drafts are computed call by call: recorded, they differ by %.1f%%"

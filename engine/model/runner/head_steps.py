@@ -11,7 +11,8 @@ from engine.config import GraphConfig
 from engine.kv_cache.pool import KVCache
 from engine.model.cuda_graphs.buckets import graph_buckets
 from engine.model.cuda_graphs.draft_steps import HeadStates
-from engine.model.cuda_graphs.graph_runner import CudaGraphRunner, ForwardOutput
+from engine.model.cuda_graphs.graph_runner import CudaGraphRunner
+from engine.model.cuda_graphs.recorder import ForwardOutput
 from engine.model.draft_heads.eagle3 import Eagle3Head, ParallelEagleHead
 from engine.model.draft_heads.head import DraftHead
 from engine.model.draft_heads.mtp import MtpHead
@@ -24,20 +25,20 @@ def head_steps(
     plan_attention: PlanAttention,
     graphs: GraphConfig,
     max_model_len: int,
-    vocab_size: int,
+    passes: CudaGraphRunner,
     *,
     trial_pool_tokens: int | None = None,
 ) -> CudaGraphRunner | None:
     """Record the steps of `head` for as many sequences as a model's decodes in `graphs`; None for other heads.
 
-    Other arguments are of `CudaGraphRunner`.
+    They share the memory of the model's `passes`. Other arguments are of `CudaGraphRunner`.
 
     Raises:
         ConfigError: the device has too little memory for the recordings.
     """
     if not isinstance(head, (Eagle3Head, MtpHead)) or isinstance(head, ParallelEagleHead):
         return None
-    graphs = replace(graphs, row_counts=(1,), has_trees=False, draft_ids_end=vocab_size)
+    graphs = replace(graphs, row_counts=(1,), has_trees=False, draft_ids_end=passes.vocab_size)
     states = HeadStates(*(head.no_states(max(bucket.num_rows for bucket in graph_buckets(graphs))) for _ in range(2)))
 
     def forward(batch: ForwardBatch, out: Tensor) -> ForwardOutput:
@@ -51,8 +52,9 @@ def head_steps(
         plan_attention,
         graphs,
         max_model_len,
-        vocab_size,
+        passes.vocab_size,
+        passes.record,
         trial_pool_tokens=trial_pool_tokens,
     )
-    steps.record_steps(vocab_size, states)
+    steps.record_steps(passes.vocab_size, states)
     return steps

@@ -22,7 +22,8 @@ from engine.model.checkpoint.dtype import resolve_dtype
 from engine.model.checkpoint.end_tokens import ids_without_token, refuse_tokens_without_rows
 from engine.model.cuda_graphs.buckets import graph_buckets
 from engine.model.cuda_graphs.draft_steps import DraftSteps
-from engine.model.cuda_graphs.graph_runner import CudaGraphRunner, ForwardOutput, RecordedStep
+from engine.model.cuda_graphs.graph_runner import CudaGraphRunner, RecordedStep
+from engine.model.cuda_graphs.recorder import ForwardOutput
 from engine.model.draft_heads.loader import Head
 from engine.model.forward_batch import ForwardBatch, plan_steps
 from engine.model.generation_config import eos_token_ids, length_limit, max_positions, sampling_defaults, unread_warning
@@ -118,7 +119,7 @@ class ModelRunner(ModelPool):
         if graphs is not None:
             with enough_memory(device, "the buffers of recorded passes", _PASSES_REMEDY):
                 self._graphs = self._record(graphs, self.max_model_len)
-                self._head_graphs = self._record_head(graphs, self.max_model_len)
+                self._head_graphs = self._record_head(self._graphs, graphs, self.max_model_len)
 
     def _read_generation(self, stock: PreTrainedModel, model: ModelConfig) -> None:
         """Read end tokens and sampling defaults; mask the head's rows without a token, whose text would be empty."""
@@ -144,9 +145,9 @@ class ModelRunner(ModelPool):
     @head.setter
     def head(self, head: Head | None) -> None:
         self._weights.head, self._head_graphs = head, None  # the recordings read the former head
-        if self._graph_config is not None:
+        if self._graphs is not None and self._graph_config is not None:
             try:
-                self._head_graphs = self._record_head(self._graph_config, self.max_model_len)
+                self._head_graphs = self._record_head(self._graphs, self._graph_config, self.max_model_len)
             except ConfigError as error:
                 logger.warning("steps of the new head are computed call by call: %s", error)
 
@@ -170,7 +171,7 @@ class ModelRunner(ModelPool):
     ) -> CacheConfig:
         """Return `cache` with the bytes that weights, the widest pass and the recordings leave on the GPU."""
         meter.loaded()
-        recorded: tuple[CudaGraphRunner | None, ...] = ()
+        recorded: list[CudaGraphRunner | None] = []
         with enough_memory(self._weights.device, "the widest pass over a prompt", _PASSES_REMEDY):
             self.make_pool(replace(cache, num_blocks=1, num_states=1), KVDtype(cache.dtype), has_padding=has_graphs)
             max_rows = min(graphs.max_rows, max_positions(stock.config) or graphs.max_rows)
@@ -179,7 +180,9 @@ class ModelRunner(ModelPool):
                 # The largest recordings alone: the others reuse their memory. The pool it depends on is not known yet.
                 most_tokens = max(1, meter.most_bytes() // self._bytes_per_rank_block) * self.block_size
                 max_len = length_limit(stock.config, max_model_len, most_tokens)
-                recorded = self._record(graphs, max_len, most_tokens), self._record_head(graphs, max_len, most_tokens)
+                passes = self._record(graphs, max_len, most_tokens)
+                recorded += passes, self._record_head(passes, graphs, max_len, most_tokens)
+                del passes
         widest = max((bucket.num_rows for bucket in graph_buckets(graphs)), default=graphs.max_batch)
         trial_bytes = (1 + has_graphs) * self._bytes_per_rank_block
         logits_bytes = widest * self.vocab_size * torch.float32.itemsize
@@ -206,7 +209,7 @@ class ModelRunner(ModelPool):
         return passes
 
     def _record_head(
-        self, graphs: GraphConfig, max_model_len: int, trial_pool_tokens: int | None = None
+        self, passes: CudaGraphRunner, graphs: GraphConfig, max_model_len: int, trial_pool_tokens: int | None = None
     ) -> CudaGraphRunner | None:
         return head_steps(
             self.head,
@@ -214,7 +217,7 @@ class ModelRunner(ModelPool):
             self._plan_attention,
             graphs,
             max_model_len,
-            self.vocab_size,
+            passes,
             trial_pool_tokens=trial_pool_tokens,
         )
 

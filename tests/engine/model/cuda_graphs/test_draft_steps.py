@@ -21,7 +21,8 @@ from engine.kv_cache.block_manager import BlockManager
 from engine.kv_cache.pool import KVCache, LayerShape
 from engine.model.cuda_graphs.buckets import GraphBucket
 from engine.model.cuda_graphs.draft_steps import MAX_STEPS, DraftSteps
-from engine.model.cuda_graphs.graph_runner import Compute, CudaGraphRunner
+from engine.model.cuda_graphs.graph_runner import CudaGraphRunner
+from engine.model.cuda_graphs.recorder import Compute
 from engine.model.cuda_graphs.static_attention import TiledAttention
 from engine.model.cuda_graphs.static_batch import PlannedAttention, StaticBatch
 from engine.model.runner.model_runner import ModelRunner

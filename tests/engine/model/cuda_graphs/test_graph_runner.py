@@ -37,7 +37,8 @@ from engine.model.cuda_graphs.buckets import (
     row_sizes,
     sized,
 )
-from engine.model.cuda_graphs.graph_runner import Compute, CudaGraphRunner, ForwardOutput, Record
+from engine.model.cuda_graphs.graph_runner import CudaGraphRunner
+from engine.model.cuda_graphs.recorder import Compute, ForwardOutput, Record
 from engine.model.cuda_graphs.static_attention import TiledAttention
 from engine.model.cuda_graphs.static_batch import PlannedAttention
 from engine.model.forward_batch import ForwardBatch

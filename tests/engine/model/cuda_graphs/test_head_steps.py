@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ from engine.config import (
 from engine.engine_core.core import EngineCore
 from engine.engine_core.loading import load_engine
 from engine.model.cuda_graphs.draft_steps import DraftSteps
+from engine.model.cuda_graphs.graph_runner import CudaGraphRunner
+from engine.model.gpu_memory import CardMemory, MemoryMeter
 from engine.model.runner.model_runner import ModelRunner
 from engine.sampling.step_draw import DrawKind
 from engine.sequence.batch import DraftQuery
@@ -157,3 +160,26 @@ def test_an_exchanged_head_drafts_in_its_own_steps(root: Path, num_begun: list[i
 
 def test_a_model_without_recordings_has_no_steps(root: Path) -> None:
     assert runner_of(build(root, HeadKind.EAGLE3, GraphKind.OFF))._head_graphs is None
+
+
+def test_the_memory_of_a_heads_steps_is_tried_before_the_pool_takes_the_rest(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device with fixed figures replaces a GPU."""
+    tried: list[int | None] = []
+
+    def recorder(*args: Any, trial_pool_tokens: int | None) -> CudaGraphRunner:
+        tried.append(trial_pool_tokens)
+        return CudaGraphRunner(*args, trial_pool_tokens=trial_pool_tokens)
+
+    cache = CacheConfig(8, gpu_memory_utilization=0.5)
+    left = MemoryMeter(cache, lambda: CardMemory(1 << 22, 1 << 22))
+    monkeypatch.setattr("engine.model.runner.model_runner.memory_meter", lambda cache, device: left)
+    monkeypatch.setattr("engine.model.runner.head_steps.CudaGraphRunner", recorder)
+    graphs = GraphConfig(GraphKind.EAGER, batches=(1, 2), row_counts=(1, 3), max_rows=32)
+    model = ModelConfig(str(root / "target"), "float32", "cpu", graphs=graphs)
+    runner = ModelRunner(model, cache, head=HeadConfig(HeadKind.EAGLE3, str(root / "eagle3")))
+    tokens, real = tried
+    assert real is None
+    assert tokens is not None
+    assert tokens >= runner.num_blocks * 8
