@@ -117,9 +117,9 @@ class ModelProposer:
         Raises:
             ConfigError: the model cannot be served, or does not fit the target.
         """
-        if translation is None:  # the device draws ids of the target
-            model = replace(model, graphs=replace(model.graphs, draft_ids_end=target_vocab_size or 1 << 30))
-        runner = ModelRunner(model, cache)
+        # A device draws the target's ids, and only a host translates them.
+        ids_end = (target_vocab_size or 1 << 30) if translation is None else 0
+        runner = ModelRunner(replace(model, graphs=replace(model.graphs, draft_ids_end=ids_end)), cache)
         states = None
         if runner.num_states:
             check_draft(model.path, tree)

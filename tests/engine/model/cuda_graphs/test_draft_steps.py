@@ -8,15 +8,16 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from engine.attention.triton_attention import Launch
 from engine.attention.triton_tiles import HeadShape, RowLayout, TileField
-from engine.batch.draft import Draft
+from engine.batch.draft import Draft, Offer
 from engine.batch.span import Span
-from engine.config import CacheConfig, GraphConfig, GraphKind, ModelConfig
+from engine.config import CacheConfig, GraphConfig, GraphKind, ModelConfig, SchedulerConfig
 from engine.kv_cache.block_manager import BlockManager
 from engine.kv_cache.pool import KVCache, LayerShape
 from engine.model.cuda_graphs.buckets import GraphBucket
@@ -26,6 +27,8 @@ from engine.model.cuda_graphs.recorder import Compute
 from engine.model.cuda_graphs.static_attention import TiledAttention
 from engine.model.cuda_graphs.static_batch import PlannedAttention, StaticBatch
 from engine.model.runner.model_runner import ModelRunner
+from engine.proposer.draft_model.ahead_drafter import PendingPass
+from engine.proposer.draft_model.loader import load_drafter
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.sampling.logits_row import LogitsRow
 from engine.sampling.noise import noise_keys
@@ -35,6 +38,7 @@ from protos.errors import ConfigError
 from protos.messages import SamplingParams, VerifyMode
 from tests.engine.fixtures.builders import make_scheduled, make_sequence
 from tests.engine.fixtures.checkpoints import VOCAB_SIZE, write_checkpoint
+from tests.engine.fixtures.pairs.foreign_pair import COVERAGE, write_small_pair
 
 BATCHES = (1, 2, 4, 8)
 EAGER = GraphConfig(GraphKind.EAGER, BATCHES, row_counts=(1, 5), draft_ids_end=VOCAB_SIZE)
@@ -181,6 +185,42 @@ def test_ids_that_the_target_lacks_are_not_drawn(folder: Path, num_begun: list[i
     assert found == rounds(proposer(folder, off, target_vocab_size=target_vocab_size), make(), [8] * 4)
     assert num_begun
     assert max(token_id for draft in found for token_id in draft.token_ids) < min(VOCAB_SIZE, target_vocab_size)
+
+
+def test_drafts_ahead_of_verification_run_in_steps(folder: Path, num_begun: list[int]) -> None:
+    def offers(graphs: GraphConfig) -> list[tuple[Offer, ...]]:
+        (sequence,), drafter, waves = sequences_of([SAMPLED]), proposer(folder, graphs), []
+        drafter.open(sequence)
+        (draft,) = drafter.propose([make_scheduled(sequence, 3)])
+        pending = PendingPass(sequence, draft.token_ids, 3)
+        assert drafter.ahead_drafter(2).run([pending], waves.append, lambda: False)
+        return waves
+
+    found = offers(EAGER)
+    assert num_begun == [2, 3]  # of the draft, and of eight branches
+    assert found == offers(GraphConfig(GraphKind.OFF))
+    assert sum(map(len, found)) == 8
+
+
+@pytest.mark.parametrize("is_text", [False, True])
+def test_a_draft_of_shared_tokens_is_drafted_by_the_host_and_one_through_text_in_steps(
+    tmp_path: Path, num_begun: list[int], is_text: bool
+) -> None:
+    folders = write_small_pair(tmp_path)
+
+    def drafts(graphs: GraphConfig) -> list[Draft]:
+        model = ModelConfig(str(folders.draft), "float32", "cpu", graphs=graphs)
+        with patch(COVERAGE, 1.1 if is_text else 0.0):
+            drafter, _ = load_drafter(model, CacheConfig(4, num_blocks=128), SchedulerConfig(), str(folders.target))
+        sequences = [make_sequence(str(index), (1, 2, 3 + index), SAMPLED) for index in range(2)]
+        for sequence in sequences:
+            drafter.open(sequence)
+        return drafter.propose([make_scheduled(sequence, 4) for sequence in sequences])
+
+    found = drafts(EAGER)
+    assert bool(num_begun) is is_text
+    assert found == drafts(GraphConfig(GraphKind.OFF))
+    assert any(draft.token_ids for draft in found)
 
 
 def test_more_sequences_than_were_recorded_are_drafted_by_the_host(folder: Path, num_begun: list[int]) -> None:
