@@ -60,7 +60,7 @@ class DeployConfig(EngineSection):
             speculation=self.speculation.to_engine(self.offered_methods),
             head=self.draft.head,
             min_remote_prefill_tokens=self.prefill.min_remote_prefill_tokens,
-            log=self.tune.to_engine(),
+            log=None if self.tune.folder is None else str(self.tune.folder),
         )
 
     @property

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from protos.errors import ConfigError
-from protos.messages import MAX_STEP_SCORE, SpeculationMethod, VerifyMode
+from protos.messages import SpeculationMethod, VerifyMode
 
 
 class ModelDtype(StrEnum):
@@ -173,32 +173,17 @@ class ScorerKind(StrEnum):
 class StepConfig:
     """The boundaries of reasoning steps, their greatest length, and the score that accepts one.
 
-    A step ends after `step_end`, or after `max_step_tokens`. Steps are drafted between the two markers `think`, which
+    A step ends at a blank line, or after `max_step_tokens`. Steps are drafted between the two markers `think`, which
     the prompt may contain; without markers, anywhere in the output. At most `max_steps` steps of a request are drafted.
     `threshold` is the default of requests.
-
-    Raises:
-        ConfigError: a limit is out of range, or a marker is empty.
     """
 
     threshold: float = 7.0
     judge: ScorerKind = ScorerKind.RATING
     rating_prompt: str = DEFAULT_RATING_PROMPT
-    step_end: str = "\n\n"
     think: tuple[str, str] | None = None
     max_step_tokens: int = 64
     max_steps: int = 256
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.threshold <= MAX_STEP_SCORE:
-            raise ConfigError(f"speculation.steps.threshold is {self.threshold}; scores are 0 to {MAX_STEP_SCORE:g}")
-        if not self.step_end or (self.think is not None and not all(self.think)):
-            raise ConfigError("speculation.steps has an empty step_end or marker, which would be found everywhere")
-        if self.max_step_tokens < 1 or self.max_steps < 1:
-            raise ConfigError(
-                f"speculation.steps.max_step_tokens is {self.max_step_tokens} and max_steps {self.max_steps}; both "
-                "must be at least 1 (to disable steps, remove speculation.steps)"
-            )
 
 
 MAX_DRAFT_TOKENS = 64
@@ -294,14 +279,7 @@ class SpeculationConfig:
 
 
 GIB = 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class PositionLogConfig:
-    """A folder of at most `max_bytes`."""
-
-    folder: str
-    max_bytes: int
+MAX_LOG_BYTES = GIB  # of logged positions: 2.7 million; a training reads the latest million
 
 
 class KVDtype(StrEnum):
@@ -387,7 +365,7 @@ class EngineConfig:
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     head: HeadConfig | None = None  # drafts in the target's process, instead of a draft model
     min_remote_prefill_tokens: int = 512  # shorter prompts are always prefilled locally
-    log: PositionLogConfig | None = None  # the target's likeliest tokens, for requests that allow logging
+    log: str | None = None  # folder of the target's likeliest tokens, for requests that allow logging
 
     def __post_init__(self) -> None:
         if self.head is not None and self.head.kind is HeadKind.SELF and self.model.tensor_parallel_size > 1:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from engine.config import CacheConfig, EngineConfig, ModelConfig, PositionLogConfig, SchedulerConfig
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.engine_core.core import EngineCore
 from engine.engine_core.loading import load_engine
 from engine.model.runner.model_runner import ModelRunner
@@ -76,7 +76,7 @@ def _engine(target: str, folder: Path) -> tuple[EngineCore, ModelRunner]:
             ModelConfig(target, num_threads=torch.get_num_threads()),
             CacheConfig(memory_bytes=1 << 30),  # each prompt of a small target is prefilled once and continued often
             SchedulerConfig(max_num_sequences=_NUM_STREAMS),
-            log=PositionLogConfig(str(folder), 1 << 30),
+            log=str(folder),
         )
     )
     runner = core.runner

@@ -10,13 +10,11 @@ from typing import Annotated
 from pydantic import Field
 
 from cluster.schema import Section, one_of
-from engine.config import PositionLogConfig
 from router.config import IngressSettings
 from router.generation.tool_formats import FORMATS, PROMPTED
 from router.requests.reasoning_format import MARKS
 from router.routing.policy import Policy
 
-MAX_LOG_BYTES = 1 << 30  # 2.7 million positions; a training reads the latest million
 SERVES_OWN_POLICY = "power_of_two"
 
 
@@ -38,11 +36,6 @@ class TuneSection(Section):
     def folder(self) -> Path | None:
         """The log's absolute path."""
         return None if self.log is None else Path(os.path.expanduser(self.log)).absolute()
-
-    def to_engine(self) -> PositionLogConfig | None:
-        """Return the engine's log, or None without one."""
-        folder = self.folder
-        return None if folder is None else PositionLogConfig(str(folder), MAX_LOG_BYTES)
 
     def conflicts(self) -> Iterator[str]:
         if self.log is None and (given := self.model_fields_set - {"log"}):

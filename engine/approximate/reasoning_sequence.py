@@ -23,7 +23,6 @@ class StepText:
 
     def __init__(self, tokenizer: Tokenizer, config: StepConfig) -> None:
         self._tokenizer = tokenizer
-        self._step_end = config.step_end
         self._think = config.think
 
     def is_thinking(self, token_ids: Seq[int], num_new: int, was_thinking: bool) -> bool:
@@ -51,7 +50,7 @@ class StepText:
             text = self._text(token_ids[:number])
             if self._think is not None and self._think[1] in text:
                 return self._num_before(token_ids, text.index(self._think[1])), True
-            if self._step_end in text.lstrip():
+            if "\n\n" in text.lstrip():
                 return number, False
         return None
 

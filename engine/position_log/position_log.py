@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.accounting.counters import class_name
 from engine.accounting.engine_stats import PositionLogStats
 from engine.accounting.record import PassRecord
-from engine.config import PositionLogConfig
+from engine.config import MAX_LOG_BYTES
 from engine.position_log.shard import Ints, LogFolder, LoggedModel, LoggedRequest, write_shard
 from engine.sequence.sequence import Sequence
 from engine.verifier.verify_task import VerifyTask
@@ -210,9 +210,9 @@ class PositionLog:
     other effect.
     """
 
-    def __init__(self, config: PositionLogConfig, model: LoggedModel) -> None:
+    def __init__(self, folder: str, model: LoggedModel) -> None:
         self._model = model
-        self._writer = LogWriter(LogFolder(Path(config.folder), config.max_bytes), model)
+        self._writer = LogWriter(LogFolder(Path(folder), MAX_LOG_BYTES), model)
         self._sequences: dict[str, Sequence] = {}
         # Rows of the pass that is verified next; of each logged sequence its index there, its first row and its tokens.
         self._copied: tuple[TopRows, list[tuple[int, int, int]]] | None = None

@@ -15,7 +15,6 @@ from engine.config import (
     HeadConfig,
     HeadKind,
     ModelConfig,
-    PositionLogConfig,
     ScorerKind,
     StepConfig,
     TreeConfig,
@@ -402,7 +401,7 @@ def test_off_without_quotes_is_the_word():
 def test_a_log_is_off_unless_it_has_a_folder(tmp_path: Path):
     assert parse_config(MINIMAL).to_engine().log is None
     log = parse_config(MINIMAL | {"tune": {"log": str(tmp_path)}}).to_engine().log
-    assert log == PositionLogConfig(str(tmp_path), 1 << 30)
+    assert log == str(tmp_path)
     file = tmp_path / "file"
     file.write_text("")
     assert "is a file; give a folder" in error_of(tune={"log": str(file)})

@@ -24,7 +24,7 @@ from cluster.app import _prefill_options, _router_config
 from cluster.config import DeployConfig, parse_config
 from cluster.placement import NodeResources, PairPlacement, plan_pair
 from cluster.replica_settings import pair_settings, prefill_settings
-from cluster.schema.frontends import MAX_LOG_BYTES, IngressSection
+from cluster.schema.frontends import IngressSection
 from cluster.topology import NodeTopology
 from engine.config import (
     AttentionKind,
@@ -37,7 +37,6 @@ from engine.config import (
     KVDtype,
     ModelConfig,
     ModelDtype,
-    PositionLogConfig,
     Quantization,
     SamplingSource,
     SchedulerConfig,
@@ -198,7 +197,7 @@ def test_each_setting_of_models_arrives(paths: list[str], tmp_path: Path) -> Non
             target_itl_s=0.04,
         ),
         min_remote_prefill_tokens=300,
-        log=PositionLogConfig(log, MAX_LOG_BYTES),
+        log=log,
     )
     settings = pair_settings(config, PLACEMENT)
     command = ("-m", "cluster.cli", "tune", "--log", log, "--target", target, "--minutes", "10", "--fresh", "20000")

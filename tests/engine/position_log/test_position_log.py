@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from engine.config import CacheConfig, EngineConfig, ModelConfig, PositionLogConfig, SpeculationConfig
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
 from engine.position_log.shard import LogFolder, LoggedRequest, log_files, read_model, read_shard
@@ -23,7 +23,6 @@ from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod
 from tests.engine.fixtures.checkpoints import VOCAB_SIZE, write_pair
 
-MIB = 1 << 20
 REQUESTS = tuple(
     GenerateRequest(
         f"cmpl-{index}-0",
@@ -47,7 +46,7 @@ def engine(model: Path, log: Path | None) -> EngineCore:
         replace(draft, path=str(model)),
         CacheConfig(num_blocks=64),
         speculation=SpeculationConfig(3, methods=methods),
-        log=None if log is None else PositionLogConfig(str(log), 64 * MIB),
+        log=None if log is None else str(log),
     )
     return load_engine(config, ModelProposer.from_config(draft, config.cache, config.scheduler))
 
