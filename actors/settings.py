@@ -93,13 +93,11 @@ class PrefillSettings:
 class AutoTuneSettings:
     """The response to a drift alarm: the trainer of a new draft.
 
-    `command` has arguments for Python, without `--draft` and `--output`. The trainer trains for `minutes`, and puts its
-    drafts into `folder`.
+    `command` has arguments for Python, without `--draft` and `--output`. The drafts are put into `folder`.
     """
 
     command: tuple[str, ...]
     folder: str
-    minutes: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from engine.model.loader import model_version
-from models.training.architecture import load_checkpoint, plain_generation_config
+from models.training.architecture import load_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,13 @@ def pad_model(trained: LlamaForCausalLM, num_layers: int, mlp_size: int, seed: i
     padded.generation_config = plain_generation_config(trained)
     loaded: LlamaForCausalLM = padded.eval()
     return loaded
+
+
+def plain_generation_config(model: LlamaForCausalLM) -> GenerationConfig:
+    """Return the model's generation config without sampling defaults: benches of a fixture set their own."""
+    config = copy.deepcopy(model.generation_config)
+    config.repetition_penalty = None
+    return config
 
 
 def _filler_model(config: LlamaConfig, num_layers: int, mlp_size: int, seed: int) -> LlamaForCausalLM:

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.padded_pair import spread
-from models.training.architecture import load_checkpoint, plain_generation_config
+from bench.padded_pair import plain_generation_config, spread
+from models.training.architecture import load_checkpoint
 
 
 @dataclass(frozen=True, slots=True)

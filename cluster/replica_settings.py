@@ -142,9 +142,8 @@ def _auto_tune(config: DeployConfig, placement: PairPlacement) -> AutoTuneSettin
             "set draft.gpu to 'own', or remove tune.auto"
         )
     target = resolve_model_path(config.target.path)
-    minutes = 10.0
-    options = ("--log", str(tune.folder), "--target", target, "--minutes", f"{minutes:g}", "--fresh", _FRESH)
-    return AutoTuneSettings(("-m", "cluster.cli", "tune", *options), f"{tune.folder}.drafts", minutes)
+    options = ("--log", str(tune.folder), "--target", target, "--minutes", "10", "--fresh", _FRESH)
+    return AutoTuneSettings(("-m", "cluster.cli", "tune", *options), f"{tune.folder}.drafts")
 
 
 def _located(head: HeadConfig | None) -> HeadConfig | None:

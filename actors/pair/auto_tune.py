@@ -104,8 +104,8 @@ class AutoTune:
                 *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=stream, stderr=stream, env=_environment()
             )
             try:
-                # Three times its minutes, for a trainer that gives way to other work.
-                async with asyncio.timeout(max(600.0, 3.0 * 60 * self._settings.minutes)):
+                # Three times its ten minutes, since the trainer gives way to other work.
+                async with asyncio.timeout(1800.0):
                     status = await trainer.wait()
             except TimeoutError:
                 self._note(f"the training took too long and was stopped; see {log}", logging.ERROR)

@@ -102,13 +102,6 @@ def save_checkpoint(model: LlamaForCausalLM, folder: Path, repetition_penalty: f
     rounded.save_pretrained(folder)
 
 
-def plain_generation_config(model: LlamaForCausalLM) -> GenerationConfig:
-    """Return the model's generation config without sampling defaults: benches of a fixture set their own."""
-    config = copy.deepcopy(model.generation_config)
-    config.repetition_penalty = None
-    return config
-
-
 def load_checkpoint(
     folder: Path, dtype: torch.dtype = torch.float32, device: torch.device | None = None
 ) -> LlamaForCausalLM:

@@ -210,7 +210,7 @@ def test_each_setting_of_models_arrives(paths: list[str], tmp_path: Path) -> Non
         kv_transport=KVTransportKind.OBJECT_STORE,
         max_requests=12,
         kv_events="tcp://127.0.0.1:6000",
-        auto_tune=AutoTuneSettings(command, f"{log}.drafts", 10.0),
+        auto_tune=AutoTuneSettings(command, f"{log}.drafts"),
         more_drafts=(DraftSettings(kind, replace(model, path=other), pool, name="other"),),
     )
     prefill = prefill_settings(config, settings.engine, PLACEMENT)

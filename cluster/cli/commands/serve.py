@@ -31,8 +31,6 @@ from cluster.preflight import check_gpus, check_memory, check_ports
 from engine.model.checkpoint.hub import fetch_model
 from protos.errors import ConfigError
 
-_SMOLLM2 = Path(".cache/models/smollm2-135m-instruct")
-
 _YAML = (".yaml", ".yml")
 
 
@@ -44,7 +42,7 @@ def fetch_models(name: str, config: DeployConfig) -> None:
     Raises:
         ConfigError: a model cannot be fetched, or would not fit.
     """
-    if name == "smollm2" and not (_SMOLLM2 / "config.json").is_file():
+    if name == "smollm2" and not Path(BUNDLED[name]["target"]["path"], "config.json").is_file():
         _fetch_smollm2()
     if models := hub_models(config):
         check_memory(config)

@@ -33,7 +33,7 @@ class NewIsFaster(dict[str, float]):
 
 
 def settings(folder: Path, status: int) -> AutoTuneSettings:
-    return AutoTuneSettings(("-c", TRAINER, "--status", str(status)), str(folder), 0.1)
+    return AutoTuneSettings(("-c", TRAINER, "--status", str(status)), str(folder))
 
 
 async def until_done() -> None:
