@@ -19,6 +19,7 @@ _INITIAL_RATE = 0.7  # acceptance of a class without passes
 _CLASS_WINDOW = 100.0  # passes of a class that count
 _REQUEST_WINDOW = 20.0  # passes of a request that count
 _CLASS_TRUST = 4.0  # weight, in passes, of the position before (or the initial rate) in a class's rate
+_KNOWN = (_CLASS_WINDOW + _CLASS_TRUST) ** -0.5  # the standard error of a class with as many passes as count
 _CHAIN_TRUST = 8.0  # the same of the position before in a chain: bad luck in the few tries of a far one would last
 _REQUEST_TRUST = 8.0  # weight, in passes, of the class in a request's rate
 _HALF_LIFE = 16.0  # steps without drafts that halve the weight of a request's own passes
@@ -95,15 +96,19 @@ class AcceptanceTable:
         chances = {name: self._falling(self._class(name).rates_above(num_errors)) for name in set(classes)}
         return [chances[name] for name in classes]
 
-    def of(self, request_ids: Seq[str], classes: Seq[str], ages: Seq[int]) -> list[list[float]]:
+    def of(
+        self, request_ids: Seq[str], classes: Seq[str], ages: Seq[int], num_errors: float = 0.0
+    ) -> list[list[float]]:
         """Return the chance that each draft is accepted: in a chain with all drafts before it. `[B][K]`, falling.
 
-        `ages` are the steps since each request had drafts. Its own passes fade with them, since texts change: a request
-        that had bad luck is tried again.
+        Classes of few passes have rates that are higher by a number of standard errors. `ages` are the steps since each
+        request had drafts. Its own passes fade with them, since texts change: a request that had bad luck is tried
+        again.
         """
+        priors = {name: self._class(name).rates_above(num_errors, _KNOWN) for name in set(classes)}
         chances = []
         for request_id, name, age in zip(request_ids, classes, ages, strict=True):
-            prior, counts = self._class(name).class_rates(), self._requests.get(request_id)
+            prior, counts = priors[name], self._requests.get(request_id)
             rates = prior if counts is None else counts.rates(prior, 0.5 ** (age / _HALF_LIFE))
             chances.append(self._falling(rates))
         return chances
@@ -164,9 +169,12 @@ class _ClassCounts(_Counts):
                 prior, trust = self._next_share * rate, self._next_trust
         return self._cached
 
-    def rates_above(self, num_errors: float) -> list[float]:
-        """Return the rates by position, each higher by a number of standard errors."""
+    def rates_above(self, num_errors: float, least: float = 0.0) -> list[float]:
+        """Return the rates by position, each higher by a number of standard errors.
+
+        An error is one over the root of the passes; `least` is taken from it.
+        """
         return [
-            min(1.0, rate + num_errors * sqrt(rate * (1.0 - rate) / (tried + _CLASS_TRUST)))
+            min(1.0, rate + num_errors * sqrt(rate * (1.0 - rate)) * max(0.0, (tried + _CLASS_TRUST) ** -0.5 - least))
             for rate, tried in zip(self.class_rates(), self.tried, strict=True)
         ]

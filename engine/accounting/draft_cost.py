@@ -1,36 +1,48 @@
-"""The seconds that drafts cost, by method: per step and per token, learned from earlier passes."""
+"""The seconds that drafts cost, by method: per request, step and token, learned from earlier passes."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
+from operator import mul
 from typing import NamedTuple
 
-REQUEST_STEPS = 1  # steps that cost as much as a request for drafts
+
+class DraftPrices(NamedTuple):
+    """The seconds that drafts cost: one request for them, each step of the longest draft, and each token."""
+
+    request_s: float
+    step_s: float
+    token_s: float
+
+    def seconds(self, num_steps: float, num_tokens: float) -> float:
+        """Return the seconds of a request for drafts of this size."""
+        return self.request_s + self.step_s * num_steps + self.token_s * num_tokens
 
 
 class DraftCost:
-    """The seconds that the target waits for drafts: a cost per step of the longest draft, and a cost per token.
+    """The seconds that the target waits for drafts.
 
-    The ratio of the two costs is fitted by least squares over recent passes, and their level by the median pass, which
-    an outlier does not move. If steps and tokens were always equal (one stream), the time is attributed to the steps,
-    since a draft model computes a step of all sequences at once. A request for drafts costs a step by itself: messages,
-    and the tokens since the last draft. Without it drafts of one token would make longer ones look too expensive.
+    The ratios of the costs are fitted by least squares over recent passes, without negative costs, and their level by
+    the median pass, which an outlier does not move. If steps and tokens were always equal (one stream), the time is
+    attributed to the steps, since a draft model computes a step of all sequences at once. A request costs messages, and
+    the tokens since the last draft: as much as a step, until drafts of several lengths have shown its cost.
     """
 
     _NUM_RECENT = 15
     _FIT_PERIOD = 4  # passes between two fits, which take most of the time here
     _FADE = 0.95
+    _REQUEST_DOUBT = 0.03
     _TOKEN_DOUBT = 0.01
-    _STEP_DOUBT = 1e-6
+    _SWEEPS = 20  # of a fit, which starts from the last one
 
     def __init__(self) -> None:
-        self._steps_2 = self._steps_tokens = self._tokens_2 = 0.0  # decayed sums of products
-        self._steps_s = self._tokens_s = 0.0
+        # Decayed sums over passes: the products of (1, steps, tokens) in pairs, and with the seconds.
+        self._products: list[list[float]] = [[0.0] * 3 for _ in range(3)]
+        self._times_s = [0.0] * 3
         self._recent: deque[tuple[int, int, float]] = deque(maxlen=self._NUM_RECENT)  # steps, tokens, seconds
         self._num_passes = 0
-        self.per_step_s = 0.0
-        self.per_token_s = 0.0
+        self.prices = DraftPrices(0.0, 0.0, 0.0)
 
     @property
     def is_known(self) -> bool:
@@ -39,46 +51,46 @@ class DraftCost:
 
     def observe(self, num_steps: int, num_tokens: int, seconds: float) -> None:
         """Record one pass that requested `num_tokens` draft tokens, with `num_steps` in the longest draft."""
-        num_steps += REQUEST_STEPS
         self._recent.append((num_steps, num_tokens, seconds))
-        expected_s = self.per_step_s * num_steps + self.per_token_s * num_tokens
+        expected_s = self.seconds(num_steps, num_tokens)
         if expected_s > 0:
             seconds = min(seconds, 2.0 * expected_s)
-        self._steps_2 = self._FADE * self._steps_2 + num_steps * num_steps
-        self._steps_tokens = self._FADE * self._steps_tokens + num_steps * num_tokens
-        self._tokens_2 = self._FADE * self._tokens_2 + num_tokens * num_tokens
-        self._steps_s = self._FADE * self._steps_s + num_steps * seconds
-        self._tokens_s = self._FADE * self._tokens_s + num_tokens * seconds
+        sizes = (1, num_steps, num_tokens)
+        for row, (size, sums) in enumerate(zip(sizes, self._products, strict=True)):
+            self._products[row] = [self._FADE * each + size * other for each, other in zip(sums, sizes, strict=True)]
+            self._times_s[row] = self._FADE * self._times_s[row] + size * seconds
         self._num_passes += 1
         if self._num_passes < self._NUM_RECENT or self._num_passes % self._FIT_PERIOD == 0:
             self._fit()
 
     def seconds(self, num_steps: int, num_tokens: int) -> float:
         """Return the expected seconds of drafts of this size; 0 before the first observed pass."""
-        return self.per_step_s * (num_steps + REQUEST_STEPS) + self.per_token_s * num_tokens
+        return self.prices.seconds(num_steps, num_tokens)
 
     def _fit(self) -> None:
-        """Solve the two normal equations without negative costs, then scale both costs to the median pass."""
-        # Least squares, with a small ridge that prefers steps.
-        steps_2 = (1.0 + self._STEP_DOUBT) * self._steps_2
-        tokens_2 = (1.0 + self._TOKEN_DOUBT) * self._tokens_2
-        determinant = steps_2 * tokens_2 - self._steps_tokens**2
-        per_step_s = (tokens_2 * self._steps_s - self._steps_tokens * self._tokens_s) / determinant
-        per_token_s = (steps_2 * self._tokens_s - self._steps_tokens * self._steps_s) / determinant
-        if per_token_s < 0:
-            per_step_s, per_token_s = self._steps_s / self._steps_2, 0.0
-        elif per_step_s < 0:
-            per_step_s, per_token_s = 0.0, self._tokens_s / self._tokens_2
+        """Solve the normal equations by coordinate descent, then scale the costs to the median pass."""
+        # Small ridges prefer steps to tokens, and a request as dear as a step.
+        products = [[*row] for row in self._products]
+        ridge = self._REQUEST_DOUBT * products[0][0]
+        for first, second, sign in ((0, 0, 1), (1, 1, 1), (0, 1, -1), (1, 0, -1)):
+            products[first][second] += sign * ridge
+        products[2][2] *= 1.0 + self._TOKEN_DOUBT
+        costs = [*self.prices]
+        for _ in range(self._SWEEPS):
+            for i, (row, time_s) in enumerate(zip(products, self._times_s, strict=True)):
+                others_s = sum(map(mul, row, costs)) - row[i] * costs[i]
+                costs[i] = max(0.0, (time_s - others_s) / row[i])
+        prices = DraftPrices(*costs)
         # Scale to the median pass.
         ratios = sorted(
             [
                 seconds / fitted_s
                 for steps, tokens, seconds in self._recent
-                if (fitted_s := steps * per_step_s + tokens * per_token_s) > 0.0
+                if (fitted_s := prices.seconds(steps, tokens)) > 0.0
             ]
         )
         scale = ratios[(len(ratios) - 1) // 2] if ratios else 1.0
-        self.per_step_s, self.per_token_s = scale * per_step_s, scale * per_token_s
+        self.prices = DraftPrices(*[scale * each for each in costs])
 
 
 class RequestedDrafts(NamedTuple):
@@ -102,12 +114,15 @@ class DraftCosts:
         """True if a pass has measured this method's drafts, alone or with others."""
         return self._costs[method].is_known
 
-    def prices(self, methods: Sequence[str]) -> tuple[float, float]:
-        """Return the seconds per step and per token of a pass; `methods` has one method per sequence."""
+    def prices(self, methods: Sequence[str]) -> DraftPrices:
+        """Return the prices of a pass; `methods` has one method per sequence."""
         counts = Counter(methods)
-        step_s = sum(self._costs[method].per_step_s for method in counts)
-        token_s = sum(self._costs[method].per_token_s * count for method, count in counts.items())
-        return step_s, token_s / len(methods)
+        all_prices = [(self._costs[method].prices, count) for method, count in counts.items()]
+        return DraftPrices(
+            sum(each.request_s for each, _ in all_prices),
+            sum(each.step_s for each, _ in all_prices),
+            sum(each.token_s * count for each, count in all_prices) / len(methods),
+        )
 
     def seconds(self, requested: Mapping[str, RequestedDrafts]) -> float:
         """Return the expected wait; 0 before anything is measured."""

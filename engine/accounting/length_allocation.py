@@ -14,6 +14,7 @@ from math import ceil, inf
 import numpy as np
 
 from engine.accounting.cost_model import RowSeconds
+from engine.accounting.draft_cost import DraftPrices
 
 _FADE = 0.95  # per pass, of the passes that set the price of a row
 _NEAR = 0.99  # of the best goodput: among lengths above this, the shortest pass is chosen
@@ -44,8 +45,7 @@ class Allocation:
 def allocate(
     acceptance: Seq[Seq[float]],
     row_seconds: RowSeconds,
-    step_s: float,
-    token_s: float,
+    prices: DraftPrices,
     max_seconds: float = inf,
     num_steps: Seq[float] | None = None,
 ) -> Allocation:
@@ -59,22 +59,21 @@ def allocate(
     Args:
         acceptance: `[B][K]`, falling along K; 0 for a draft that is not allowed.
         row_seconds: C(B) to C(B + M), where M is the largest number of drafts.
-        step_s: Seconds in D per step of the longest draft.
-        token_s: Seconds in D per drafted token.
+        prices: D.
         max_seconds: Upper limit of C + D.
         num_steps: `[K]`, the steps of a draft model for a longest draft of 1 to K; by default as many as drafts.
     """
     steps = range(1, len(acceptance[0]) + 1) if num_steps is None else num_steps
     if len(acceptance) == 1:
-        draft_s = [step_s * number + token_s * tokens for tokens, number in enumerate(steps, 1)]
+        draft_s = [prices.seconds(number, tokens) for tokens, number in enumerate(steps, 1)]
         return _allocate_to_one(acceptance[0], row_seconds, draft_s, max_seconds)
-    return _allocate_to_several(acceptance, row_seconds, step_s * np.array(steps), token_s, max_seconds)
+    return _allocate_to_several(acceptance, row_seconds, prices, max_seconds, np.array(steps))
 
 
 def _allocate_to_several(
-    acceptance: Seq[Seq[float]], row_seconds: RowSeconds, steps_s: np.ndarray, token_s: float, max_seconds: float
+    acceptance: Seq[Seq[float]], row_seconds: RowSeconds, prices: DraftPrices, max_seconds: float, num_steps: np.ndarray
 ) -> Allocation:
-    """Allocate to two sequences or more; `steps_s` [K] are the seconds of a draft's steps by its longest length."""
+    """Allocate to two sequences or more."""
     num_sequences, num_positions = len(acceptance), len(acceptance[0])
     without = Allocation.plain(num_sequences, float(row_seconds.at(0, num_sequences)))
     plain = without.tokens_per_s
@@ -92,7 +91,8 @@ def _allocate_to_several(
     wanted = np.cumsum(is_in, axis=1)
     num_drafts = np.minimum(wanted, len(row_seconds.alone) - 1)
     tokens = num_sequences + np.cumsum(is_in * chances, axis=1)
-    seconds = row_seconds.at(num_drafts, tokens) + steps_s[:, None] + token_s * num_drafts
+    draft_s = prices.request_s + prices.step_s * num_steps[:, None] + prices.token_s * num_drafts
+    seconds = row_seconds.at(num_drafts, tokens) + draft_s
     goodput = np.where((seconds <= max_seconds) & (wanted == num_drafts), tokens / seconds, 0.0)
     if (best := goodput.max()) <= plain:
         return without

@@ -40,6 +40,7 @@ _LONG_S = 0.016  # of a plain pass: a plan costs little then, so there is one fo
 _PLAN_SHARE = 0.005  # of the time is for plans while no sequence drafts
 # What clients notice: a small gain is not worth longer and uneven passes.
 _WAKE_GAIN = 1.05  # drafts start above this expected gain: the first ones also pay for missed tokens
+_WAKE_ERRORS = 1.0  # standard errors of acceptance in it: few passes, and bad luck in them, end no drafts for long
 _LEAST_GAIN = 1.02  # drafts end below this expected gain
 
 
@@ -264,7 +265,8 @@ class LengthPolicy:
         row_seconds = self._costs.row_seconds(num_rows, num_drafts, is_optimistic=self._is_free)
         ages = [self._step - self._last_drafted[each.request_id] for each in sequences]
         batch = PlannedBatch.of(sequences, limits, row_seconds, ages)
-        planned, is_tree = self._shapes.rows(self._step, batch, _LEAST_GAIN if self._is_speculating else _WAKE_GAIN)
+        bounds = (_LEAST_GAIN, 0.0) if self._is_speculating else (_WAKE_GAIN, _WAKE_ERRORS)
+        planned, is_tree = self._shapes.rows(self._step, batch, *bounds)
         lengths = [*map(add, planned, self._shapes.priced_rows(batch))]
         self._is_speculating = any(lengths)
         self.is_resting = not self._is_speculating

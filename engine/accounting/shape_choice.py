@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 
 from engine.accounting.acceptance import AcceptanceTable
 from engine.accounting.cost_model import CostModel, RowSeconds
-from engine.accounting.draft_cost import REQUEST_STEPS
 from engine.accounting.draft_shapes import ShapeLimits, ShapeRates
 from engine.accounting.length_allocation import Allocation, RowPrice, allocate
 from engine.accounting.record import PassParts, SequencePass, drafter_of
@@ -129,8 +128,13 @@ class ShapeChoice:
         most = num_rows if num_rows == len(row_seconds) - 1 else max(0, num_rows // num_priced)
         return self._opened(batch.names, [min(length, most) for length in batch.priced])
 
-    def rows(self, step: int, batch: PlannedBatch, least_gain: float) -> tuple[list[int], list[bool]]:
-        """Return the rows of each draft, and which are trees; no rows if they gain less than `least_gain`."""
+    def rows(
+        self, step: int, batch: PlannedBatch, least_gain: float, num_errors: float
+    ) -> tuple[list[int], list[bool]]:
+        """Return the rows of each draft, and which are trees; no rows if they gain less than `least_gain`.
+
+        Chains of classes with few passes count as better by a number of standard errors.
+        """
         limits, names = batch.limits, batch.names
         if not any(limits.chains):
             return [0] * len(names), [False] * len(names)
@@ -140,7 +144,8 @@ class ShapeChoice:
             self._choose_classes(batch, branching)
         is_tree = limits.are_trees(names, self._tree_classes)
         request_ids = [each.request_id for each in batch.sequences]
-        best = self._best(batch, is_tree, lambda table: table.of(request_ids, names, batch.ages))
+        hopes = {self._rates.chains: num_errors, self._rates.trees: 0.0}
+        best = self._best(batch, is_tree, lambda table: table.of(request_ids, names, batch.ages, hopes[table]))
         has_gain = best.tokens_per_s > least_gain * best.plain_tokens_per_s
         return (best.lengths if has_gain else [0] * len(names)), is_tree
 
@@ -172,11 +177,11 @@ class ShapeChoice:
         """Return the best allocation over the cheapest drafter, the two cheapest, and so on: one may be too slow."""
         is_single, plain_s, drafts = len(batch.sequences) == 1, float(batch.row_seconds.alone[0]), self._costs.drafts
         chances = self._chances(rates(self._rates.chains), batch.names, batch.limits.chains)
-        num_steps = [float(REQUEST_STEPS + each) for each in range(1, len(chances[0]) + 1)]
+        num_steps = [float(each) for each in range(1, len(chances[0]) + 1)]
         if any(is_tree):
             nodes = self._chances(rates(self._rates.trees), batch.names, batch.limits.trees)
             chances = [tree if flag else chain for tree, chain, flag in zip(nodes, chances, is_tree, strict=True)]
-            of_trees = [REQUEST_STEPS + each for each in self._rates.tree_steps]
+            of_trees = self._rates.tree_steps
             num_steps = of_trees if all(is_tree) else [*map(max, num_steps, of_trees)]
         longest_s = self._limited((_LONGEST if is_single else _LONGEST_SHARED) * plain_s)
         token_s = longest_s if is_single else self._limited(LONGEST_PER_TOKEN * plain_s)
@@ -187,9 +192,9 @@ class ShapeChoice:
             used = by_price[:number]
             own = [row if each in used else [0.0] * len(row) for row, each in zip(chances, drafters, strict=True)]
             prices = drafts.prices([each for each in drafters if each in used])
-            found = allocate(own, batch.row_seconds, *prices, longest_s, num_steps)
+            found = allocate(own, batch.row_seconds, prices, longest_s, num_steps)
             if found.seconds > token_s * found.least_tokens:
-                found = allocate(own, batch.row_seconds, *prices, token_s, num_steps)
+                found = allocate(own, batch.row_seconds, prices, token_s, num_steps)
             allocations.append(found)
         return max(allocations, key=lambda each: each.tokens_per_s)
 

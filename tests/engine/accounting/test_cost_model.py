@@ -93,8 +93,18 @@ def test_draft_time_is_split_into_steps_and_tokens() -> None:
     for _ in range(200):
         steps, streams = int(rng.integers(1, 9)), int(rng.integers(1, 33))
         cost.observe(steps, steps * streams, (0.001 * steps + 0.0001 * steps * streams) * rng.lognormal(0.0, 0.05))
-    assert cost.per_step_s == pytest.approx(0.001, rel=0.15)
-    assert cost.per_token_s == pytest.approx(0.0001, rel=0.15)
+    assert cost.prices.step_s == pytest.approx(0.001, rel=0.15)
+    assert cost.prices.token_s == pytest.approx(0.0001, rel=0.15)
+
+
+@pytest.mark.parametrize("request_s", [0.0, 0.0005, 0.005])
+def test_drafts_of_several_lengths_show_the_price_of_a_request(request_s: float) -> None:
+    cost, rng = DraftCost(), np.random.default_rng(0)
+    for _ in range(200):
+        steps = int(rng.integers(1, 5))
+        cost.observe(steps, 2 * steps, (request_s + 0.001 * steps) * rng.lognormal(0.0, 0.05))
+    assert cost.seconds(1, 2) == pytest.approx(request_s + 0.001, rel=0.1)
+    assert cost.seconds(4, 8) == pytest.approx(request_s + 0.004, rel=0.1)
 
 
 def test_one_stream_teaches_the_price_of_a_step() -> None:

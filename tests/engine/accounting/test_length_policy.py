@@ -236,6 +236,17 @@ def test_new_requests_of_a_batch_that_rests_need_a_plan_when_they_are_a_quarter_
     assert plan.call_count == pytest.approx(400 / plan_each, rel=0.2)
 
 
+def test_bad_luck_in_the_first_passes_ends_no_drafts_for_long() -> None:
+    """Of 16 runs that begin with two rejected drafts of a good model, none still rests after 600 passes."""
+    costs = Costs(weights_s=0.002, row_s=0.00045, fixed_s=0.0004, draft_step_s=0.0012, draft_row_s=0.0001)
+    num_drafted = []
+    for seed in range(16):
+        pair = SimulatedPair(lambda index, step: 0.9, costs, request_tokens=128, rng=np.random.default_rng(seed))
+        pair.run(1, 600, new_policy())
+        num_drafted.append(sum(length > 0 for length in pair.lengths[-100:]))
+    assert min(num_drafted) > 50
+
+
 def test_rests_become_longer_until_plans_take_little_of_the_time() -> None:
     """A plan takes 4 ms here: as long as 40 passes give it half a percent of."""
     pair, policy, steps = SimulatedPair(lambda index, step: 0.0, DEAR, request_tokens=10**9), new_policy(), list[int]()

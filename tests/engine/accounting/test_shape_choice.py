@@ -106,19 +106,19 @@ def test_a_tree_of_one_node_is_judged_by_the_chains_that_it_becomes() -> None:
 def test_two_seconds_after_a_change_of_load_the_shape_fits(world: World) -> None:
     """One stream, 32, and one again, with two seconds of passes before each measurement."""
     speeds = []
-    for seed in range(3):
+    for seed in range(7):
         pair, policy = world.pair(), new_policy()
         pair.rng = np.random.default_rng(seed)
         for num_streams in (1, 32, 1, 32):
             pass_s = COSTS.target_s(num_streams) * shape_choice.LONGEST_PER_TOKEN
             pair.run(num_streams, int(2.0 / pass_s), policy)
             speeds.append(pair.run(num_streams, 100, policy) / world.best(num_streams))
-    assert np.median(np.reshape(speeds, (3, 4)), axis=0).min() >= 0.93  # of each phase
+    assert np.median(np.reshape(speeds, (7, 4)), axis=0).min() >= 0.93  # of each phase
 
 
 def test_the_other_shape_is_measured_in_one_draft_of_64_with_as_many_rows() -> None:
     numbers = []
-    for seed in range(3):
+    for seed in range(7):
         pair, policy = CHAINS.pair(), new_policy()
         pair.rng = np.random.default_rng(seed)
         pair.run(1, 200, policy)
@@ -142,7 +142,7 @@ def test_a_draft_whose_trees_have_become_better_is_found_out() -> None:
 def test_chains_that_come_where_trees_were_requested_are_evidence_about_trees() -> None:
     policy, sequence, trees = new_policy(), new_sequence(0), []
     sequence.num_tree_nodes = NODES
-    for _ in range(60):
+    for _ in range(120):
         (size,) = policy.sizes([sequence])
         draft = CheckedDraft(Draft((0,) * size.num_tokens), size.num_tokens)
         trees.append(size.num_nodes)
@@ -150,4 +150,4 @@ def test_chains_that_come_where_trees_were_requested_are_evidence_about_trees() 
         policy.on_pass(pass_record([passed], 0.001 * size.num_tokens, 0.01))
         policy.plan_ahead([sequence])
     assert any(trees[:30]), "trees are tried"
-    assert not any(trees[30:])
+    assert not any(trees[60:])
