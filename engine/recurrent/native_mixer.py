@@ -15,8 +15,6 @@ from engine.recurrent.mixer import QWEN3_5_INPUTS, KernelMixer, MixerForm, Mixer
 from engine.recurrent.state_pass import PooledLayer
 
 _LANES = 16
-_MAX_KEPT = 7  # rows that a convolution looks back
-_MAX_DEPTH = 512
 _Product = Callable[[Tensor], Tensor]
 
 _TENSORS = ("weight", "bias", "rates", "step_biases", "skips", "norm")
@@ -63,7 +61,8 @@ class NativeMixer(KernelMixer):
         """True if the kernel takes such sizes."""
         form = self.form
         is_whole = form.num_inputs % _LANES == form.num_outputs % _LANES == 0
-        return is_whole and form.num_kept <= _MAX_KEPT and form.depth <= _MAX_DEPTH
+        # MAX_KEPT and MAX_DEPTH of the kernel: earlier rows of a convolution, and the depth of a state.
+        return is_whole and form.num_kept <= 7 and form.depth <= 512
 
     def address(self, dtype: torch.dtype) -> int | None:
         """Return the kernel's structure, valid as long as this; None for other rows or for products of its own."""
