@@ -15,6 +15,7 @@ import numpy as np
 from cluster.planning.planned_draft import PlannedDraft, tree_nodes
 from cluster.planning.roofline import DeviceSpec, ModelShape, PassCost, pass_cost
 from engine.accounting.cost_model import RowSeconds
+from engine.accounting.draft_cost import DraftPrices
 from engine.accounting.length_allocation import allocate
 from engine.config import GIB, SchedulerConfig
 from protos.errors import ConfigError
@@ -112,8 +113,7 @@ def _speed_up_of(deployment: ReplicaPlan, num_streams: int, nodes: Sequence[tupl
     best = allocate(
         [chances] * num_streams,
         RowSeconds(row_seconds, np.zeros_like(row_seconds)),  # without prompts
-        deployment.draft_step_s(num_streams),
-        0.0,
+        DraftPrices(0.0, deployment.draft_step_s(num_streams), 0.0),
         num_steps=deployment.num_steps([depth for _, depth in nodes]),
     )
     tokens = 1.0 + sum(sum(chances[:length]) for length in best.lengths) / num_streams

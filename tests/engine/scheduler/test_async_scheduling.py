@@ -387,6 +387,7 @@ class ScriptedPolicy:
     speedups: dict[str, float] = {}  # noqa: RUF012
     row_prices = ()
     is_ahead = False
+    is_resting = False
 
     def __init__(self) -> None:
         self.num_plans = 0
@@ -404,6 +405,9 @@ class ScriptedPolicy:
         length = int(self.num_plans % 4 == 0)
         self.num_wanted += sum(min(length, each.num_remaining_tokens - 1) for each in sequences)
         return [DraftSize(length, 0)] * len(sequences)
+
+    def plan_ahead(self, sequences: Seq[Sequence]) -> None:
+        """Plans are made by `sizes` here."""
 
 
 def test_a_plan_is_kept_until_a_pass_drafts_by_it() -> None:

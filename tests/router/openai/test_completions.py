@@ -239,11 +239,11 @@ async def test_an_error_in_the_stream_is_its_last_event(
 async def test_logits_that_are_not_finite_are_an_error_with_a_code_of_its_own(
     lenient_client: openai.AsyncOpenAI, backend: FakeBackend
 ) -> None:
-    async def overflow(request: GenerateRequest) -> AsyncGenerator[list[TokenChunk], None]:
-        yield [TokenChunk(request.request_id, (98,))]
-        yield [TokenChunk(request.request_id, (), finish_reason=FinishReason.NON_FINITE, offset=1, error="too large")]
+    async def overflow(request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        yield TokenChunk(request.request_id, (98,))
+        yield TokenChunk(request.request_id, (), finish_reason=FinishReason.NON_FINITE, offset=1, error="too large")
 
-    backend.generate = overflow  # type: ignore[method-assign]
+    backend._run = overflow  # type: ignore[method-assign]
     with pytest.raises(openai.InternalServerError) as failure:
         await lenient_client.completions.create(model="fake", prompt="a")
     assert failure.value.status_code == 500
