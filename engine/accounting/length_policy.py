@@ -84,6 +84,7 @@ class LengthPolicy:
         self._planned_step = self._next_plan = 0  # of the last plan, and of the next one
         self._num_planned = 0  # sequences of the last plan
         self._held: dict[str, DraftSize] = {}  # request id -> size in the last plan
+        self._usual = DraftSize(first_length, 0)  # size in the last plan with requests that do not end soon
         self._held_name = ""  # class of its requests, if there is one
         self._can_join = False  # new requests of this class may draft as others until the next plan
         self._num_joined = 0  # of them since then
@@ -195,7 +196,12 @@ class LengthPolicy:
         self._set_size(len(sequences))
         self._planned_step, self._next_plan, self._num_planned = step, step + 1, len(sequences)
         self._has_planned = True
-        self._held = dict(zip(request_ids, self._plan(sequences), strict=True))
+        sizes = self._plan(sequences)
+        self._held = dict(zip(request_ids, sizes, strict=True))
+        # The drafts of a request that soon ends are short, and no measure for the next one.
+        pairs = zip(sequences, sizes, strict=True)
+        lasting = sorted([size for each, size in pairs if size.num_tokens < each.num_remaining_tokens - 1])
+        self._usual = lasting[len(lasting) // 2] if lasting else self._usual
         self._held_name, *others = {each.draft_class for each in sequences}
         self._can_join, self._num_joined = self._is_short and not others, 0
 
@@ -213,7 +219,7 @@ class LengthPolicy:
         return size_class(num_sequences) == size_class(self._num_planned)
 
     def _join(self, sequences: Seq[Sequence]) -> bool:
-        """Give new requests the usual size of the last plan; return False if they need a plan.
+        """Give new requests the usual size; return False if they need a plan.
 
         While no sequence drafts, many need one: that is often the luck of those before them.
         """
@@ -226,10 +232,9 @@ class LengthPolicy:
         # While no sequence drafts, a quarter of new requests needs a plan.
         if not self._is_speculating and self._num_joined >= len(sequences) / 4:
             return False
-        usual = sorted(self._held.values())[len(self._held) // 2]
         for each in new:
             self._last_drafted[each.request_id] = self._step
-            self._held[each.request_id] = self._limited(usual, each)
+            self._held[each.request_id] = self._limited(self._usual, each)
         return True
 
     def _limited(self, size: DraftSize, sequence: Sequence) -> DraftSize:

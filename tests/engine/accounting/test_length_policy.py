@@ -263,11 +263,12 @@ def test_rests_become_longer_until_plans_take_little_of_the_time() -> None:
     assert max(rests) > 64
 
 
+@pytest.mark.parametrize("num_left", [1, 2, 4])
 @pytest.mark.parametrize("num_passes", range(1, 12))
-def test_the_last_token_of_a_request_takes_no_drafts_from_the_next_one(num_passes: int) -> None:
+def test_the_last_tokens_of_a_request_take_no_drafts_from_the_next_one(num_passes: int, num_left: int) -> None:
     pair, policy = SimulatedPair(lambda index, step: 0.9, FAST, noise=0.0, request_tokens=10**9), new_policy()
     pair.run(1, 200, policy)
-    sampling = SamplingParams(temperature=0.0, max_tokens=1)
+    sampling = SamplingParams(temperature=0.0, max_tokens=num_left)
     slots = [make_sequence("last", (1,), sampling, num_drafts=MAX_DRAFTS, method=SpeculationMethod.MODEL)]
     for step in range(num_passes):
         plan_pass(policy, slots)
