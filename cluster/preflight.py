@@ -309,7 +309,7 @@ def _pool_bytes(cache: CacheConfig, path: str, dtype: ModelDtype) -> int:
         shape = ModelShape.of(folder, "float32" if dtype is ModelDtype.FLOAT32 else "bf16")
     except ConfigError:
         return 0
-    whole = shape.cached_bytes(is_on_processor=True)  # at least
+    whole = shape.cached_bytes(has_latents=True)  # at least
     bytes_per_token = whole if cache.dtype is KVDtype.AUTO else whole / shape.bytes_per_weight
     return int(cache.num_blocks * cache.block_size * bytes_per_token)
 

@@ -198,9 +198,10 @@ class ChannelProposer:
         self._stats.num_hits += sum(each.draft is not None for each in wanting)
 
     def _send_news(self, grown: Seq[SyncedSequence]) -> None:
-        pending = [each for each in self._opens if self._sequences.get(each.sequence.request_id) is each]
+        # Forget sequences that have ended, also while nothing can be sent.
+        self._opens = [each for each in self._opens if self._sequences.get(each.sequence.request_id) is each]
         # While drafts do not pay, the draft process reads no prompt.
-        opens = [each for each in pending if each.sequence.num_wanted_drafts > 0]
+        opens = [each for each in self._opens if each.sequence.num_wanted_drafts > 0]
         if not (self._closes or opens or grown):
             return
         news = Round(
@@ -209,7 +210,7 @@ class ChannelProposer:
         if not self._link.send(news):
             return  # the next draft process gets everything
         self._closes = []
-        self._opens = [each for each in pending if each.sequence.num_wanted_drafts == 0]
+        self._opens = [each for each in self._opens if each.sequence.num_wanted_drafts == 0]
         self._asked_at_s = time.monotonic()
         for each in (*opens, *grown):
             each.mark_sent()

@@ -198,8 +198,8 @@ def memory_of(deployment: ReplicaPlan) -> Memory:
     draft_bytes = draft.whole.weight_bytes if draft else 0.0
     usable = deployment.device.memory_gib * GIB * 0.9 * deployment.num_devices  # as `cache.gpu_memory_utilization`
     pool = usable - target_bytes - draft_bytes
-    is_on_processor = not deployment.device.overlaps and deployment.num_devices == 1
-    token_bytes = deployment.target.cached_bytes(is_on_processor=is_on_processor) + (draft.kv_bytes if draft else 0.0)
+    has_latents = deployment.device.caches_latents(deployment.num_devices)
+    token_bytes = deployment.target.cached_bytes(has_latents=has_latents) + (draft.kv_bytes if draft else 0.0)
     num_tokens = deployment.prompt_tokens + deployment.output_tokens
     num_streams = int(pool / (num_tokens * token_bytes)) if pool > 0 else 0
     if num_streams < 1:

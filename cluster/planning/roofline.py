@@ -159,10 +159,10 @@ class ModelShape:
         numbers = self.expanded_size or 2.0 * self.num_kv_heads * self.head_dim
         return self.num_layers * numbers * (4 if self.dtype == "float32" else 2)
 
-    def cached_bytes(self, *, is_on_processor: bool) -> float:
-        """Return the bytes of a token in the cache: one processor keeps latents, GPUs and ranks keys and values."""
+    def cached_bytes(self, *, has_latents: bool) -> float:
+        """Return the bytes of a token in the cache: latents if it has them and the model does, else keys and values."""
         latents = self.num_layers * self.latent_size * (4.0 if self.dtype == "float32" else 2.0)
-        return latents if is_on_processor and latents else self.kv_bytes
+        return latents if has_latents and latents else self.kv_bytes
 
 
 def _read_config(model: str) -> Mapping[str, Any]:
@@ -229,6 +229,10 @@ class DeviceSpec:
         entry = entry_of("hardware", name, "or take the nearest and give its figures by --bandwidth, --tflops, --price")
         return cls(name=name.lower(), **{**entry, "date": str(entry["date"])})
 
+    def caches_latents(self, num_devices: int) -> bool:
+        """True for one processor; processors are the devices that do not overlap."""
+        return not self.overlaps and num_devices == 1
+
     def bytes_per_s(self, num_devices: int) -> float:
         """Return the bytes per second that a pass reads on `num_devices` devices."""
         return self.bandwidth_gb_s * 1e9 * self.bandwidth_use * num_devices
@@ -275,7 +279,7 @@ def pass_cost(
     The keys and values of a stream are read once, however many rows it has.
     """
     weight_bytes = shape.read_bytes(num_rows)
-    kv_bytes = num_streams * context * shape.cached_bytes(is_on_processor=not device.overlaps and num_devices == 1)
+    kv_bytes = num_streams * context * shape.cached_bytes(has_latents=device.caches_latents(num_devices))
     flops = num_rows * (shape.row_flops + context * shape.attention_flops)
     sums = 2 * shape.num_layers * device.all_reduce_s(2.0 * num_rows * shape.hidden_size, num_devices)
     return PassCost(

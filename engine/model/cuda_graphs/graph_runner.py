@@ -198,6 +198,8 @@ class CudaGraphRunner:
         probe = Span(token_ids, block_size - rows, [scratch_block], rows, states=states)
         num_probes, num_left = divmod(bucket.num_rows, rows)
         rest = [probe._replace(token_ids=token_ids[:num_left], num_logits=num_left)] if num_left else []
+        # Padding has left numbers of memory that nothing had written, which may not be finite.
+        self._cache.import_blocks([scratch_block], torch.zeros_like(self._cache.export_blocks([scratch_block])))
         static.fill([*[probe] * num_probes, *rest])
         expected = compute().logits.clone()
         self._logits.zero_()

@@ -113,6 +113,18 @@ def test_a_sequence_that_never_wanted_drafts_ends_without_a_message(channel, dra
     channel.close(sequence.request_id)
     channel.flush()
     assert draft.rounds() == []
+    assert not channel._opens, "it is forgotten"
+
+
+def test_sequences_that_end_while_the_draft_is_away_are_forgotten(channel, draft):
+    draft.die()
+    for number in range(10):
+        sequence = make_sequence(str(number))
+        channel.open(sequence)
+        channel.flush()
+        channel.close(sequence.request_id)
+    channel.flush()
+    assert not channel._opens
 
 
 def test_a_commit_carries_only_what_is_new_and_asks_for_drafts(channel, draft, sequence):

@@ -72,8 +72,8 @@ def test_one_processor_caches_latents_and_gpus_keys_and_values(tmp_path: Path):
     latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
     (tmp_path / "config.json").write_text(json.dumps({**sizes, **latent, "vocab_size": 102400}))
     shape = ModelShape.of(str(tmp_path), "bf16")
-    assert shape.cached_bytes(is_on_processor=True) == 27 * 2 * 576
-    assert shape.cached_bytes(is_on_processor=False) == shape.kv_bytes == 27 * 2 * 5120
+    assert shape.cached_bytes(has_latents=True) == 27 * 2 * 576
+    assert shape.cached_bytes(has_latents=False) == shape.kv_bytes == 27 * 2 * 5120
     one, two = (
         replace(deployment(), target=shape, device=DeviceSpec.of("xeon-amx-2core"), num_devices=n) for n in (1, 2)
     )

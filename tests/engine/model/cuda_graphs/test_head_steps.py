@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from engine.batch.draft import Draft
-from engine.batch.span import Span
 from engine.config import (
     CacheConfig,
     EngineConfig,
@@ -44,20 +43,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_llama_with_mtp(root / "target", num_mtp_layers=2)
     write_original(root / "eagle3", head_tensors(root / "target", len(TAPS)), TAPS)
     return root
-
-
-@pytest.fixture
-def num_begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of steps in each recorded run."""
-    begun: list[int] = []
-    begin = DraftSteps.begin
-
-    def counted(steps: DraftSteps, spans: Seq[Span], *others: object) -> bool:
-        begun.append(len(spans[0].token_ids))
-        return begin(steps, spans, *others)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(DraftSteps, "begin", counted)
-    return begun
 
 
 def build(root: Path, kind: HeadKind, graphs: GraphKind, attention: str = "torch") -> EngineCore:
