@@ -25,7 +25,7 @@ from engine.config import GraphConfig
 from engine.kv_cache.pool import KVCache
 from engine.model.cuda_graphs.buckets import GraphBucket, fitting_bucket, graph_buckets
 from engine.model.cuda_graphs.draft_steps import NUM_COMPARED, Advance, DraftSteps, HeadStates, steps_error
-from engine.model.cuda_graphs.recorder import Compute, ForwardOutput, Record, graph_recorder
+from engine.model.cuda_graphs.recorder import Compute, ForwardOutput, Record, recorder_of
 from engine.model.cuda_graphs.static_batch import PlannedAttention, StaticAttention, StaticBatch
 from engine.model.forward_batch import ForwardBatch, logit_rows
 from engine.model.gpu_memory import enough_memory
@@ -100,7 +100,7 @@ class CudaGraphRunner:
         self._max_batch = max(graphs.batches, default=graphs.max_batch)
         self.vocab_size = vocab_size
         self._passes: dict[GraphBucket, _RecordedBatch] = {}
-        self.record = record = record or (graph_recorder() if cache.device.type == "cuda" else None)
+        self.record = record = record or recorder_of(graphs.kind, cache.device)
         # Buffers that all recordings share, as large as the largest bucket needs.
         largest_first = graph_buckets(graphs)[::-1]  # the others use the memory of the largest again
         max_rows = largest_first[0].num_rows if largest_first else 0

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.config import GraphKind
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardOutput:
@@ -23,6 +25,11 @@ class ForwardOutput:
 
 Compute = Callable[[], ForwardOutput]
 Record = Callable[[Compute], Compute]
+
+
+def recorder_of(kind: GraphKind, device: torch.device) -> Record | None:
+    """Return what records passes on `device`; None if they are computed call by call."""
+    return None if kind is GraphKind.EAGER or device.type != "cuda" else graph_recorder()
 
 
 def graph_recorder() -> Record:

@@ -38,7 +38,7 @@ from engine.model.cuda_graphs.buckets import (
     sized,
 )
 from engine.model.cuda_graphs.graph_runner import CudaGraphRunner
-from engine.model.cuda_graphs.recorder import Compute, ForwardOutput, Record
+from engine.model.cuda_graphs.recorder import Compute, ForwardOutput, Record, recorder_of
 from engine.model.cuda_graphs.static_attention import TiledAttention
 from engine.model.cuda_graphs.static_batch import PlannedAttention
 from engine.model.forward_batch import ForwardBatch
@@ -493,3 +493,7 @@ def test_padding_changes_no_logit_of_a_family_that_is_not_recorded(tmp_path: Pat
     plain, padded = runner(tmp_path, GraphConfig()), runner(tmp_path, GRAPHS)
     assert plain._graphs is None
     assert torch.allclose(padded.forward([span]), plain.forward([span]), atol=1e-4)
+
+
+def test_eager_passes_are_not_recorded_on_a_gpu_either() -> None:
+    assert recorder_of(GraphKind.EAGER, torch.device("cuda")) is None
