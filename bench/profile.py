@@ -31,7 +31,7 @@ from engine.attention.native import NativeAttention
 from engine.batch.span import Span
 from engine.config import CacheConfig, ModelConfig
 from engine.model.decoders.native_layers import NativeLayers
-from engine.model.linear.large_pages import in_large_pages
+from engine.model.linear.large_pages import empty_in_large_pages
 from engine.model.linear.native_product import NativeProduct
 from engine.model.linear.native_quantized import NativeQuantizedProduct
 from engine.model.linear.packed_linear import torch_linear_of
@@ -153,7 +153,7 @@ def _runner(folder: Path, args: argparse.Namespace) -> ModelRunner:
 
 def measure_ceiling(dtype: torch.dtype) -> Ceiling:
     """Time `sum` over a gigabyte in pages like the weights', and a product in `dtype` that arithmetic limits."""
-    memory = in_large_pages(torch.ones(BANDWIDTH_BYTES // 4))
+    memory = empty_in_large_pages((BANDWIDTH_BYTES // 4,), torch.float32).fill_(1)
     weight = torch.randn(4096, 4096, dtype=dtype)
     multiply, rows = torch_linear_of(weight, None), torch.randn(1024, 4096, dtype=dtype)
     read_s = min(_seconds(lambda: memory.sum()) for _ in range(5))

@@ -19,7 +19,7 @@ enum {
 /* engine/model/decoders/native_layers.py has the same fields here and below.
 
    Experts that read the residual stream as the MLP does, each after its own norm, and add to its result. */
-struct beside {
+struct added_experts {
     const struct mixture *mixture;
     const void *mlp_output_norm, *input_norm, *output_norm, *router_norm; /* [hidden]; of the MLP, and of the experts */
 };
@@ -34,7 +34,7 @@ struct layer {
     struct weight steps; /* of a mixer's steps and betas, if `qkv` lacks these */
     struct weight input_gate, input_projection; /* of the layer's own input, if it has one */
     const struct mixture *mixture; /* in place of `inner` and `down`; without any of them the layer has no MLP */
-    struct beside beside;          /* absent without a mixture */
+    struct added_experts experts;  /* absent without a mixture */
     struct latent latent;          /* of the latents that `qkv` yields; or absent */
     const struct mixer *mixer;     /* in place of the attention, or NULL; without `qkv` the layer has neither */
     int64_t leaves_mlp;            /* the caller has the MLP */
@@ -93,7 +93,7 @@ struct states {
 
 /* Buffers of intermediate results within a layer, and the products' scratch memory. */
 struct buffers {
-    char *normed, *beside, *qkv, *latent, *attended, *inner, *scratch;
+    char *normed, *added, *qkv, *latent, *attended, *inner, *scratch;
 };
 
 /* Rounds up to whole cache lines. */
@@ -110,7 +110,7 @@ static char *allocate_buffers(const struct decoder *d, int64_t first, int64_t la
                               struct buffers *buffers) {
     const int64_t item = d->is_bf16 ? 2 : 4, mlp_rows = min(num_rows, MLP_ROWS);
     /* All layers share the buffers, so each has the size of the largest layer. */
-    int64_t num_qkv = 0, num_attended = 0, num_inner = 0, scratch = 0, has_beside = 0, latent = 0;
+    int64_t num_qkv = 0, num_attended = 0, num_inner = 0, scratch = 0, has_added = 0, latent = 0;
     for (const struct layer *l = d->layers + first; l < d->layers + last; l++) {
         num_qkv = max(num_qkv, l->qkv.num_outputs + l->steps.num_outputs);
         num_attended = max(num_attended, l->output.num_inputs);
@@ -127,20 +127,20 @@ static char *allocate_buffers(const struct decoder *d, int64_t first, int64_t la
         }
         if (l->mixer) scratch = max(scratch, 4 * outrider_mixer_scratch(l->mixer, num_rows));
         scratch = max_scratch(scratch, &l->steps, num_rows);
-        if (l->beside.mixture) scratch = max(scratch, mixture_scratch(l->beside.mixture, num_rows)), has_beside = 1;
+        if (l->experts.mixture) scratch = max(scratch, mixture_scratch(l->experts.mixture, num_rows)), has_added = 1;
         if (l->mixture) scratch = max(scratch, mixture_scratch(l->mixture, num_rows));
         else scratch = max_scratch(max_scratch(scratch, &l->inner, mlp_rows), &l->down, mlp_rows);
     }
     const int64_t normed = round_up_to_lines(num_rows * d->hidden_size * item);
     const int64_t qkv = round_up_to_lines(num_rows * num_qkv * item);
     const int64_t attended = round_up_to_lines(num_rows * num_attended * item);
-    const int64_t inner = round_up_to_lines(mlp_rows * num_inner * item), beside = has_beside * normed;
-    const int64_t bytes = normed + beside + qkv + latent + attended + inner + round_up_to_lines(scratch);
+    const int64_t inner = round_up_to_lines(mlp_rows * num_inner * item), added = has_added * normed;
+    const int64_t bytes = normed + added + qkv + latent + attended + inner + round_up_to_lines(scratch);
     char *memory = aligned_alloc(64, (size_t)bytes);
     *buffers = (struct buffers){.normed = own_normed ? own_normed : memory};
     if (!memory) return NULL;
-    buffers->beside = memory + normed;
-    buffers->qkv = buffers->beside + beside;
+    buffers->added = memory + normed;
+    buffers->qkv = buffers->added + added;
     buffers->latent = buffers->qkv + qkv;
     buffers->attended = buffers->latent + latent;
     buffers->inner = buffers->attended + attended;
@@ -336,14 +336,14 @@ static void feed_forward(const struct decoder *d, const struct layer *l, const s
 }
 
 /* Adds the experts next to an MLP to its result. */
-static void add_beside(const struct decoder *d, const struct beside *b, const struct rows *r,
-                       const struct buffers *buffers) {
+static void add_experts(const struct decoder *d, const struct added_experts *b, const struct rows *r,
+                        const struct buffers *buffers) {
     norm_delta(d, r, b->mlp_output_norm);
-    add_norm(d, r, b->router_norm, 0, buffers->beside);
+    add_norm(d, r, b->router_norm, 0, buffers->added);
     add_norm(d, r, b->input_norm, 0, buffers->normed);
-    run_mixture(b->mixture, buffers->beside, buffers->normed, buffers->beside, r->num_rows, buffers->scratch);
-    norm_or_add(d, buffers->beside, NULL, b->output_norm, r->num_rows);
-    norm_or_add(d, buffers->beside, r->delta, NULL, r->num_rows);
+    run_mixture(b->mixture, buffers->added, buffers->normed, buffers->added, r->num_rows, buffers->scratch);
+    norm_or_add(d, buffers->added, NULL, b->output_norm, r->num_rows);
+    norm_or_add(d, buffers->added, r->delta, NULL, r->num_rows);
 }
 
 /* Computes buffers->attended of a layer, from its own normed rows or from the last layer's. Returns these rows,
@@ -393,7 +393,7 @@ int outrider_run_layers(const struct decoder *d, const struct attention *pass, v
         x = d->is_parallel ? x : normed;
         if (l->leaves_mlp) break;
         feed_forward(d, l, r, x, &buffers);
-        if (l->beside.mixture) add_beside(d, &l->beside, r, &buffers);
+        if (l->experts.mixture) add_experts(d, &l->experts, r, &buffers);
         scale(d, r, r->delta, l->down_factor, d->is_bf16);
         norm_delta(d, r, l->mlp_output_norm);
         if (l->input_gate.packed) add_input(d, l, r, input_of(d, r, i, num_rows), &buffers);

@@ -116,7 +116,7 @@ MAX_TABLES = 2  # of rotary angles
 
 
 class _AddedExperts(ctypes.Structure):
-    """`struct beside` of the kernel."""
+    """`struct added_experts` of the kernel."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("mixture", "mlp_output_norm", "input_norm", "output_norm")),

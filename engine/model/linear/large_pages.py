@@ -18,14 +18,8 @@ from torch import Tensor
 PAGE_BYTES = 2 << 20
 LINE_BYTES = 64  # of the cache
 
-
 _left = torch.empty(0, dtype=torch.uint8)  # of the newest region; a region is freed with the last tensor in it
 _lock = threading.Lock()
-
-
-def in_large_pages(weight: Tensor) -> Tensor:
-    """Return a copy of a contiguous weight in main memory, aligned to a cache line."""
-    return empty_in_large_pages(weight.shape, weight.dtype).copy_(weight)
 
 
 def empty_in_large_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

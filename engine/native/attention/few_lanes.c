@@ -46,7 +46,7 @@ INLINE struct ahead ahead_of(const char *const *rows, int64_t count, int64_t num
 }
 
 /* Prefetches the rows that belong to the 16 keys from `key` on. */
-INLINE void fetch_beside(struct ahead ahead, int64_t key) {
+INLINE void prefetch_rows(struct ahead ahead, int64_t key) {
     const int64_t last = min((key + 16) * ahead.each, ahead.count);
     for (int64_t i = key * ahead.each; i < last; i++) {
         const char *row = ahead.rows[i];
@@ -129,7 +129,7 @@ AVX INLINE void add_dims(const int lanes, const int blocks, const enum number_fo
         }
     /* Two keys per step, since a bfloat16 product adds a pair; the sums stay in registers over all keys. */
     for (int64_t key = 0; key < num_keys; key += 2) {
-        if (d == 0 && key % 16 == 0) fetch_beside(ahead, key);
+        if (d == 0 && key % 16 == 0) prefetch_rows(ahead, key);
         for (int each = 0; each < (kind == PAIRS ? 1 : 2); each++) {
             const int64_t place = kind == APART ? key + 1 - each : key + each;
             __m512 numbers[4];
@@ -188,12 +188,12 @@ AVX INLINE void attend_lanes(const int lanes, const enum number_format kind, con
     const struct ahead values = ahead_of(next ? next->values : NULL, num_ahead, value_bytes(a), num_keys);
     /* Scores of all keys, while the next unit's keys are prefetched. */
     for (int64_t key = 0; key < num_keys; key += 16) {
-        fetch_beside(keys, key);
+        prefetch_rows(keys, key);
         if (!is_narrow || key + 16 == num_keys) {
             score_keys(lanes, 1, kind, unit, key, a->key_dim, queries, scores);
             continue;
         }
-        fetch_beside(keys, key + 16);
+        prefetch_rows(keys, key + 16);
         score_keys(lanes, 2, kind, unit, key, a->key_dim, queries, scores);
         key += 16;
     }

@@ -8,17 +8,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from engine.model.linear.large_pages import in_large_pages
+from engine.model.linear.large_pages import empty_in_large_pages
 
 PAGE_BYTES = 2 << 20
 MODE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
+def copied(weight: Tensor) -> Tensor:
+    """Return a copy of a weight in large pages."""
+    return empty_in_large_pages(weight.shape, weight.dtype).copy_(weight)
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.half, torch.bfloat16])
 def test_a_copy_has_the_numbers_and_shape_of_its_weight(dtype: torch.dtype) -> None:
     weight = torch.arange(3 * 5 * 7).view(3, 5, 7).to(dtype)
-    copy = in_large_pages(weight)
+    copy = copied(weight)
     assert torch.equal(copy, weight)
     assert copy.dtype is dtype
     weight.zero_()
@@ -26,24 +32,24 @@ def test_a_copy_has_the_numbers_and_shape_of_its_weight(dtype: torch.dtype) -> N
 
 
 def test_copies_begin_at_cache_lines_and_share_no_byte() -> None:
-    copies = [in_large_pages(torch.full((each,), each, dtype=torch.int8)) for each in range(1, 100)]
+    copies = [copied(torch.full((each,), each, dtype=torch.int8)) for each in range(1, 100)]
     assert all(copy.data_ptr() % 64 == 0 for copy in copies)
     assert all((copy == value).all() for value, copy in enumerate(copies, start=1))
 
 
 def test_small_weights_fill_a_page_together() -> None:
-    pages = {in_large_pages(torch.zeros(10_000, dtype=torch.int8)).data_ptr() // PAGE_BYTES for _ in range(400)}
+    pages = {copied(torch.zeros(10_000, dtype=torch.int8)).data_ptr() // PAGE_BYTES for _ in range(400)}
     assert len(pages) <= 3
 
 
 def test_one_larger_than_a_region_is_whole() -> None:
     weight = torch.ones(40 << 20, dtype=torch.int8)
-    assert torch.equal(in_large_pages(weight), weight)
+    assert torch.equal(copied(weight), weight)
 
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE") or not MODE.exists(), reason="no transparent huge pages here")
 def test_the_system_is_asked_for_large_pages() -> None:
-    address = in_large_pages(torch.ones(40 << 20, dtype=torch.int8)).data_ptr()
+    address = copied(torch.ones(40 << 20, dtype=torch.int8)).data_ptr()
     assert "hg" in _flags(address).split()  # madvise(MADV_HUGEPAGE)
 
 
