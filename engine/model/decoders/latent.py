@@ -114,8 +114,37 @@ def has_latents(attention: Any) -> bool:
 
 def latents_pay(config: Any) -> bool:
     """True if a token's latent has fewer numbers than its keys and values, as in all published models."""
+    return _latent_size(config) < _size_of_heads(config)
+
+
+def _latent_size(config: Any) -> int:
+    return int(config.kv_lora_rank + config.qk_rope_head_dim)
+
+
+def _size_of_heads(config: Any) -> int:
     expanded = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
-    return bool(config.kv_lora_rank + config.qk_rope_head_dim < config.num_attention_heads * expanded)
+    return int(config.num_attention_heads * expanded)
+
+
+def latent_note(config: Any, *, is_described: bool, num_ranks: int, is_on_gpu: bool) -> str | None:
+    """Return what the cache keeps of a model with such attention, and the reason; None for others.
+
+    `is_described` is true for a model of a family whose layers our decoder computes.
+    """
+    text = config.get_text_config()
+    if not getattr(text, "kv_lora_rank", None):
+        return None
+    of_latent, of_heads = _latent_size(text), _size_of_heads(text)
+    kept = f"the cache keeps the keys and values of all heads, {of_heads:,} numbers a token and layer, not latents"
+    if not latents_pay(text):
+        return f"{kept}, which have {of_latent:,}"
+    if not is_described:
+        return f"{kept} of {of_latent:,}, since model type {text.model_type!r} runs module by module"
+    if num_ranks > 1:
+        return f"{kept} of {of_latent:,}, since each of {num_ranks} ranks has its own heads"
+    if is_on_gpu:
+        return f"{kept} of {of_latent:,}, since no kernel for GPUs reads them"
+    return f"the cache keeps latents, {of_latent:,} numbers a token and layer, not {of_heads:,} of keys and values"
 
 
 def latent_records(model: PreTrainedModel, records: Seq[LayerRecord]) -> list[LayerRecord]:

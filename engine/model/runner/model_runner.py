@@ -24,6 +24,8 @@ from engine.model.cuda_graphs.buckets import graph_buckets
 from engine.model.cuda_graphs.draft_steps import DraftSteps
 from engine.model.cuda_graphs.graph_runner import CudaGraphRunner, RecordedStep
 from engine.model.cuda_graphs.recorder import ForwardOutput
+from engine.model.decoders.fused_decoder import FusedDecoder
+from engine.model.decoders.latent import latent_note
 from engine.model.draft_heads.loader import Head
 from engine.model.forward_batch import ForwardBatch, plan_steps
 from engine.model.generation_config import eos_token_ids, length_limit, max_positions, sampling_defaults, unread_warning
@@ -93,6 +95,7 @@ class ModelRunner(ModelPool):
         super().__init__(weights.model, weights.head_layers, rank, dtype)
         self._weights, self.self_draft, self.experts = weights, weights.self_draft, weights.experts
         self._read_generation(stock, model)
+        self._log_latents(stock, rank, device)
         is_recordable = self._model.decoder.is_recordable
         has_graphs = has_recordings(model.graphs, device, self._plan_attention, is_recordable=is_recordable)
         self._queue = PassQueue.of(device)
@@ -109,6 +112,13 @@ class ModelRunner(ModelPool):
         self.kv_layout = self.layout_of(model, self.model_version, head, kv_name(kind, dtype), device)
         self.max_model_len = length_limit(stock.config, max_model_len, self.num_blocks * self.block_size)
         self._prepare_passes(device)
+
+    @staticmethod
+    def _log_latents(stock: PreTrainedModel, rank: Rank, device: torch.device) -> None:
+        is_described, is_on_gpu = FusedDecoder.fits_config(stock.config), device.type != "cpu"
+        note = latent_note(stock.config, is_described=is_described, num_ranks=rank.size, is_on_gpu=is_on_gpu)
+        if note is not None and rank.is_first:
+            logger.info("%s", note)
 
     def _prepare_passes(self, device: torch.device) -> None:
         """Compile the passes over the pool, and record the small ones."""

@@ -26,7 +26,7 @@ from engine.model.checkpoint.end_tokens import find_end_tokens
 from engine.model.checkpoint.hub import cached_folder
 from engine.model.checkpoint.scheme import SECTIONS, scheme_of
 from engine.model.decoders.fused_decoder import FusedDecoder
-from engine.model.decoders.latent import check_latents, has_latents
+from engine.model.decoders.latent import check_latents, has_latents, latent_note
 from engine.model.draft_heads.loader import load_head
 from engine.model.draft_heads.self_draft import check_self
 from engine.model.generation_config import length_limit, unknown_ends, unread_warning
@@ -56,8 +56,8 @@ def check_outline(
     process has a GPU before the pair is placed.
 
     Returns:
-        Notes for the operator: the longest text, lengths that nothing reads, and the end tokens; and True if the model
-        has recurrent layers, False for a Hub model that is not fetched yet.
+        Notes for the operator: the longest text, lengths that nothing reads, the end tokens, and whether the cache
+        keeps latents; and True if the model has recurrent layers, False for a Hub model that is not fetched yet.
 
     Raises:
         ConfigError: it cannot be made.
@@ -67,19 +67,22 @@ def check_outline(
     config = load_config(model.path)
     resolve_dtype(model.dtype, device)
     notes = _notes(model, config, length_limit(config, max_model_len, max_model_len or 0))
+    is_described, num_ranks = FusedDecoder.fits_config(config), model.tensor_parallel_size
+    if note := latent_note(config, is_described=is_described, num_ranks=num_ranks, is_on_gpu=is_on_gpu):
+        notes.append(note)
     usable_quantization(model, device)
     if not is_on_gpu:
         attention = choose_attention(model.attention, device, is_deterministic=model.deterministic)
         check_kv_kind(KVDtype(cache.dtype), attention, device)
-    if model.tensor_parallel_size > 1:
-        check_divisible(config, model.tensor_parallel_size)
+    if num_ranks > 1:
+        check_divisible(config, num_ranks)
     # What needs the modules, built without weights.
     outline = _outline(model.path, config)
     if outline is None:
         return notes, False
-    if model.tensor_parallel_size > 1:
-        shard_plan(outline, model.tensor_parallel_size)
-    elif not is_on_gpu and FusedDecoder.fits_config(config) and any(map(has_latents, outline.modules())):
+    if num_ranks > 1:
+        shard_plan(outline, num_ranks)
+    elif not is_on_gpu and is_described and any(map(has_latents, outline.modules())):
         check_latents(KVDtype(cache.dtype), config.model_type)
     if head is not None and head.kind is HeadKind.SELF:
         check_self(head, outline, model.quantization, device)

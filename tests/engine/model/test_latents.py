@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import copy
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, PreTrainedConfig
 
 from engine.batch.span import Span
 from engine.config import CacheConfig, EngineConfig, KVDtype, ModelConfig, ModelDtype, Quantization
 from engine.engine_core.loading import load_engine
 from engine.kv_cache.pool import LayerShape
 from engine.model.decoders.fused_decoder import FusedDecoder
-from engine.model.decoders.latent import expand
+from engine.model.decoders.latent import expand, latent_note
 from engine.model.decoders.stock_decoder import StockDecoder
 from engine.model.paged_model import PagedModel
 from engine.model.runner.model_runner import ModelRunner
@@ -26,6 +27,7 @@ from protos.messages import GenerateRequest, SamplingParams
 from tests.engine.fixtures.drafted_texts import check_drafts_change_no_token, run, texts
 from tests.engine.fixtures.families import write_family
 from tests.engine.fixtures.native_kernels import needs_float_kernels
+from tests.engine.model.test_more_families import small_config
 from tests.engine.model.test_native_layers import IN_GROUPS, LATENT
 
 RANK, ROTATED, HEADS, PLAIN_DIMS, VALUE = 128, 32, 4, 32, 64
@@ -124,12 +126,56 @@ def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None
 
 
 def test_a_latent_that_takes_more_than_keys_and_values_is_not_kept() -> None:
-    large = config(num_attention_heads=1, num_key_value_heads=1, kv_lora_rank=128, v_head_dim=32)
-    model = AutoModelForCausalLM.from_config(large, dtype=torch.float32, attn_implementation="eager").eval()
+    model: Any = AutoModelForCausalLM.from_config(
+        config(**LARGE), dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     assert not FusedDecoder.fits(model)
     paged = PagedModel(model.requires_grad_(False))
     assert isinstance(paged.decoder, StockDecoder)
     assert paged.layer_shapes[0] == LayerShape(1, PLAIN_DIMS + ROTATED, 32)
+
+
+LARGE: dict[str, Any] = {"num_attention_heads": 1, "num_key_value_heads": 1, "kv_lora_rank": 128, "v_head_dim": 32}
+WHOLE = "the cache keeps the keys and values of all heads, 512 numbers a token and layer, not latents"
+OF_LATENTS = "the cache keeps latents, 160 numbers a token and layer, not 512 of keys and values"
+
+
+@pytest.mark.parametrize(
+    ("model_config", "is_described", "num_ranks", "is_on_gpu", "note"),
+    [
+        (config(), True, 1, False, OF_LATENTS),
+        (config(), True, 1, True, f"{WHOLE} of 160, since no kernel for GPUs reads them"),
+        (config(), True, 2, True, f"{WHOLE} of 160, since each of 2 ranks has its own heads"),
+        (config(), False, 2, True, f"{WHOLE} of 160, since model type 'deepseek_v3' runs module by module"),
+        (config(**LARGE), False, 2, True, f"{WHOLE.replace('512', '96')}, which have 160"),
+        (LlamaConfig(), True, 1, False, None),
+    ],
+    ids=["kept", "gpu", "ranks", "no description", "not smaller", "no latents"],
+)
+def test_the_first_reason_against_latents_is_named(
+    model_config: PreTrainedConfig, is_described: bool, num_ranks: int, is_on_gpu: bool, note: str | None
+) -> None:
+    found = latent_note(model_config, is_described=is_described, num_ranks=num_ranks, is_on_gpu=is_on_gpu)
+    assert found == note
+
+
+@pytest.mark.parametrize(
+    ("model_config", "is_kept"),
+    [(config(), True), (config(**LARGE), False), (small_config("longcat_flash"), False)],
+    ids=["kept", "not smaller", "longcat_flash"],
+)
+def test_check_and_start_say_what_the_cache_keeps(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, model_config: PreTrainedConfig, is_kept: bool
+) -> None:
+    write_family(tmp_path, model_config)
+    model = ModelConfig(str(tmp_path), ModelDtype.FLOAT32)
+    notes, _ = check_outline(model, CACHE)
+    with caplog.at_level(logging.INFO):
+        layers = ModelRunner(model, CACHE).kv_layout.layers
+    said = [note for note in notes if note.startswith("the cache keeps")]
+    assert said == [message for message in caplog.messages if message.startswith("the cache keeps")]
+    assert [note.startswith("the cache keeps latents") for note in said] == [is_kept]
+    assert {layer.is_latent for layer in layers} == {is_kept}
 
 
 @pytest.mark.parametrize("kind", ["int8"])
