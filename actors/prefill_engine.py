@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from actors.kv_transport import BlocksReply, PeerTransport, PrefillReply
-from actors.nixl_carrier import DirectBlocks, choose_carrier
+from actors.kv_transport import BlocksReply, DirectBlocks, PeerTransport, PrefillReply, choose_carrier
 from actors.process.actor_thread import ActorThread, without_compiler
 from actors.settings import PrefillSettings
 from actors.shell_messages import Abort, Add, AskSnapshot, Refused, Snapshot, Status, StepOutput

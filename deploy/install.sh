@@ -25,7 +25,7 @@ by_uv() {
     local install=(.venv/bin/uv pip install --quiet --python "$python" --index-strategy unsafe-best-match)
     local said
     if ! said=$("${install[@]}" --constraint constraints.txt --constraint deploy/hashes.txt \
-        --constraint deploy/hashes_extras.txt         ${extras:+--extra "$extras"} --requirements pyproject.toml 2>&1); then
+        --constraint deploy/hashes_extras.txt ${extras:+--extra "$extras"} --requirements pyproject.toml 2>&1); then
         echo "$said" >&2
         [[ $said != *"Hash mismatch"* ]] || exit 1  # pip would take the file
         return 1

@@ -29,10 +29,9 @@ from engine.model.draft_heads.checkpoint import read_config, read_tensors
 from engine.model.draft_heads.published import HeadFormat, TargetShape
 from engine.model.loader import load_model
 from protos.errors import ConfigError
-from tuning.block_student import BlockStudent
 from tuning.draft import TunableDraft, copy_files, partial_of, rename_whole
 from tuning.log_windows import Window
-from tuning.student import Eagle3Student, Student, TrainableMedusaHeads
+from tuning.student import BlockStudent, Eagle3Student, Student, TrainableMedusaHeads
 
 _OF_VOCABULARY = ("d2t", "t2d")
 _WEIGHTS = "model.safetensors"
@@ -310,7 +309,7 @@ class HeadFolder(TunableDraft):
         return ConfigError(
             f"--draft {self.path} has heads in a layout that is served and not tuned ({about}); tuned are EAGLE-3 "
             "heads in the original layout without further norms, Medusa heads with the target's own matrix to the "
-            "vocabulary, as models.training.heads writes both, and DSpark heads as --draft dspark makes them"
+            "vocabulary, as models.training.train_heads writes both, and DSpark heads as --draft dspark makes them"
         )
 
 

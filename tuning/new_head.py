@@ -16,9 +16,9 @@ from engine.config import HeadKind
 from engine.model.draft_heads.published import HeadFormat
 from engine.position_log.shard import LoggedRequest
 from protos.errors import ConfigError
-from tuning.block_student import BlockStudent
 from tuning.draft import partial_of
 from tuning.heads import load_reader
+from tuning.student import BlockStudent
 
 
 def write_new_head(folder: Path, target: str, requests: Sequence[LoggedRequest]) -> None:

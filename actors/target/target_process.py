@@ -18,8 +18,7 @@ from actors.draft.code_draft import CodeDraft
 from actors.draft.draft_actor import read_choice
 from actors.draft.draft_link import DRAFT_SOCKET
 from actors.draft.draft_process import InProcessDraft
-from actors.kv_transport import PrefillTransport
-from actors.nixl_carrier import choose_carrier
+from actors.kv_transport import PrefillTransport, choose_carrier
 from actors.process.actor_thread import without_compiler
 from actors.process.frames import POLL_S, SEND_TIMEOUT_S, FrameConnection, FrameListener
 from actors.settings import PairSettings

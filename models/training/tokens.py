@@ -16,8 +16,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from models.training.architecture import REPETITION_PENALTY
-from models.training.tokenizer import END_OF_TEXT, MAX_CONTEXT_TOKENS, render_chat
+from models.training.architecture import END_OF_TEXT, MAX_CONTEXT_TOKENS, REPETITION_PENALTY, render_chat
 from tuning.score import generate
 
 # Tables, generated text and deliberately broken files: many bytes, little Python.

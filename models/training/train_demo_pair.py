@@ -22,13 +22,14 @@ from models.training.architecture import (
     draft_config,
     hidden_states,
     load_checkpoint,
+    load_tokenizer,
     new_model,
     save_checkpoint,
+    save_tokenizer,
     target_config,
+    train_tokenizer,
 )
-from models.training.card import DEMO_FOLDER, read_json, write_card
-from models.training.evaluate import measure, save_measurements
-from models.training.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
+from models.training.evaluate import DEMO_FOLDER, measure, read_json, save_measurements, write_card
 from models.training.tokens import (
     Corpus,
     WindowStream,

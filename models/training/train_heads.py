@@ -1,50 +1,291 @@
-"""`python -m models.training.train_heads --kind eagle3`: train, measure and describe a head of the demo target.
+"""`python -m models.training.train_heads --kind eagle3`: train a head of the demo target, and measure it.
 
-`outrider tune` trains a head of any model further, on its traffic.
+The kinds are Medusa heads (arXiv:2401.10774) and an EAGLE-3 head (arXiv:2503.01840). `outrider tune` trains a head of
+any model further, on its traffic.
+
+A head is a function of a text: for the j-th draft of a round it returns the logits at every position where a round may
+begin. A draft is accepted only if all earlier ones are, so a round always continues the target's own text.
 """
 
+from __future__ import annotations
+
 import argparse
+import json
 import logging
-import sys
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from engine.model.checkpoint.dtype import resolve_dtype
-from models.training.architecture import load_checkpoint
-from models.training.card import DEMO_FOLDER, acceptance_table, read_json
-from models.training.evaluate import Acceptance, held_out_prompts
-from models.training.heads import (
-    eagle3_logits,
-    load_heads,
-    measure_head,
-    medusa_lesson,
-    medusa_logits,
-    save_heads,
-    train_eagle3,
+from models.training.architecture import hidden_states, load_checkpoint, load_tokenizer
+from models.training.evaluate import (
+    DEMO_FOLDER,
+    Acceptance,
+    acceptance_table,
+    count_rounds,
+    held_out_prompts,
+    summarise,
 )
-from models.training.tokenizer import load_tokenizer
-from models.training.tokens import WindowStream, collect, encode, mixed_batches, tokenize_corpus, write_rollouts
-from models.training.train_demo_pair import machine
-from tuning.student import TrainableMedusaHeads
-from tuning.train import Budget, TrainingReport, schedule
+from models.training.tokens import (
+    WindowStream,
+    collect,
+    encode,
+    mixed_batches,
+    plain_positions,
+    tokenize_corpus,
+    write_rollouts,
+)
+from tuning.run import DRAFT_WEIGHT, NUM_DRAFTS, distillation_loss
+from tuning.score import choose, generate
+from tuning.student import Eagle3Student, TrainableMedusaHeads
+from tuning.train import Budget, PairedOptimizer, autocast, train
+
+# Of ids [B, T] and K: for j = 0 .. K - 1 the logits [B, at least T - K - 1, V] whose row p predicts token p + 2 + j.
+DraftLogits = Callable[[Tensor, int], Iterator[Tensor]]
+
+
+@torch.no_grad()
+def verdicts(
+    head: DraftLogits, ids: Tensor, num_prompt_tokens: int, temperature: float, num_draft_tokens: int, seed: int
+) -> Tensor:
+    """Mark accepted drafts along ids [B, T], as [B, rounds, K]: entry [b, i, j] is draft j of the round at token i.
+
+    Only rounds that end within the text count.
+    """
+    num_rounds = ids.shape[1] - num_prompt_tokens - num_draft_tokens + 1
+    found = torch.zeros(len(ids), num_rounds, num_draft_tokens, dtype=torch.bool)
+    for step, logits in enumerate(head(ids, num_draft_tokens)):
+        for begin in range(num_rounds):
+            place = num_prompt_tokens + begin + step
+            chosen = choose(logits[:, place - 2 - step].float(), temperature, seed, place)
+            found[:, begin, step] = chosen == ids[:, place]
+    return found
+
+
+def measure_head(
+    target: LlamaForCausalLM,
+    head: DraftLogits,
+    prompts: Tensor,
+    temperature: float,
+    num_tokens: int = 128,
+    num_draft_tokens: int = 5,
+    seed: int = 0,
+) -> Acceptance:
+    """Measure as `evaluate.measure_acceptance` does, with a head as the draft.
+
+    `per_token` is the acceptance of the first draft of a round, over all positions.
+    """
+    ids = generate(target, prompts, num_tokens, temperature, seed)
+    is_accepted = verdicts(head, ids, prompts.shape[1], temperature, num_draft_tokens, seed)
+    accepted = [run for row in is_accepted for run in count_rounds(row)]
+    return summarise(accepted, is_accepted[..., 0], ids[:, prompts.shape[1] :], num_draft_tokens)
+
+
+def medusa_lesson(heads: TrainableMedusaHeads, target: LlamaForCausalLM) -> Callable[[Tensor], Tensor]:
+    """Return the mean loss of all heads on windows [B, T]: a head learns the target's distribution where it predicts.
+
+    Each call takes one row in three, at random: the linear layer to the vocabulary takes most of the time, and
+    neighbouring rows of a window teach nearly the same.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def loss(ids: Tensor) -> Tensor:
+        with autocast(ids.device):
+            with torch.no_grad():
+                hidden = hidden_states(target, ids, plain_positions(*ids.shape))  # [B, T, hidden]
+                first = int(torch.randint(0, 3, (), generator=generator))
+                rows = torch.arange(first, ids.shape[1] - heads.num_heads, 3)
+            losses = []
+            for index, states in enumerate(heads(hidden[:, rows])):
+                with torch.no_grad():
+                    probs = target.lm_head(hidden[:, rows + index + 1]).float().softmax(-1)  # [B, R, V]
+                logits = target.lm_head(states).float()
+                losses.append(F.cross_entropy(logits.flatten(0, 1), probs.flatten(0, 1)))
+            return torch.stack(losses).mean()
+
+    return loss
+
+
+def medusa_logits(heads: TrainableMedusaHeads, target: LlamaForCausalLM) -> DraftLogits:
+    """Return the heads as a function of texts: head j predicts from two tokens before its j + 1 drafts."""
+
+    def draft_logits(ids: Tensor, num_steps: int) -> Iterator[Tensor]:
+        hidden = hidden_states(target, ids, plain_positions(*ids.shape))  # [B, T, hidden]
+        yield from map(target.lm_head, islice(heads(hidden), num_steps))
+
+    return draft_logits
+
+
+def save_heads(heads: TrainableMedusaHeads, target: LlamaForCausalLM, folder: Path) -> None:
+    """Write the heads in vLLM's format, in bfloat16, without the target's linear layer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.detach().bfloat16().contiguous() for name, tensor in heads.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": target.config.hidden_size,
+        "vocab_size": target.config.vocab_size,
+        "truncated_vocab_size": target.config.vocab_size,
+        "num_heads": heads.num_heads,
+        "num_hidden_layers": heads.num_blocks,
+        "medusa_fc_bias": True,
+        "original_lm_head": True,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def load_heads(folder: Path, target: LlamaForCausalLM) -> TrainableMedusaHeads:
+    """Return the saved heads in float32."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    heads = TrainableMedusaHeads(target.config.hidden_size, config["num_heads"], config["num_hidden_layers"])
+    heads.load_state_dict({name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()})
+    return heads.eval()
+
+
+def taps_of(target: LlamaForCausalLM) -> tuple[int, ...]:
+    """Return the layers whose input is read: a low, a middle and a high one, the default for a head without ids."""
+    num_layers = target.config.num_hidden_layers
+    return (2, num_layers // 2, num_layers - 3)
+
+
+@torch.no_grad()
+def features_and_logits(target: LlamaForCausalLM, ids: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return the inputs of the tapped layers [B, T, taps * hidden] and the logits [B, T, V] for ids [B, T]."""
+    found = target(ids, use_cache=False, output_hidden_states=True)
+    return torch.cat([found.hidden_states[tap] for tap in taps], dim=-1), found.logits
+
+
+def new_student(target: LlamaForCausalLM, draft_vocab_size: int) -> Eagle3Student:
+    """Return a head as wide as its target's layers."""
+    return Eagle3Student(target.config, len(taps_of(target)), draft_vocab_size)
+
+
+def frequent_ids(windows: Tensor, vocab_size: int, num_ids: int) -> Tensor:
+    """Return the most frequent ids of texts [B, T], in ascending order, [num_ids]."""
+    counts = torch.bincount(windows.flatten(), minlength=vocab_size)
+    return counts.argsort(descending=True, stable=True)[:num_ids].sort().values
+
+
+def eagle3_lesson(
+    student: Eagle3Student, target: LlamaForCausalLM, target_ids: Tensor, next_texts: Callable[[], Tensor]
+) -> Callable[[float], Tensor]:
+    """Return the steps of training: a batch, the target's logits for it, and the loss of a round of drafts."""
+    loss = torch.compile(distillation_loss, dynamic=False)
+
+    def step_loss(progress: float) -> Tensor:
+        """Return the loss of the next batch: at first of the first draft, later of whole rounds."""
+        ids = next_texts()  # [B, T]
+        num_steps = NUM_DRAFTS if progress >= 0.4 else 1  # the first draft alone takes a third of the time
+        num_rounds = ids.shape[1] - num_steps
+        with autocast(ids.device):
+            features, logits = features_and_logits(target, ids, taps_of(target))
+            embedded = target.model.embed_tokens(ids)
+            wanted = logits.index_select(-1, target_ids)  # [B, T, draft vocabulary]
+            losses = [
+                loss(states, student.lm_head.weight, wanted[:, 1 + step :][:, :num_rounds], 1.0) * DRAFT_WEIGHT**step
+                for step, states in enumerate(student.steps(features, embedded, num_steps))
+            ]
+        return torch.stack(losses).sum() / sum(DRAFT_WEIGHT**step for step in range(num_steps))
+
+    return step_loss
+
+
+def train_eagle3(
+    target: LlamaForCausalLM,
+    next_texts: Callable[[], Tensor],
+    budget: Budget,
+    folder: Path,
+    draft_vocab_size: int,
+) -> None:
+    """Train a head on batches of texts [B, T] into `folder`, in the original format."""
+    texts = torch.cat([next_texts() for _ in range(256)])  # 256 batches of texts choose the vocabulary
+    target_ids = frequent_ids(texts, target.config.vocab_size, draft_vocab_size)
+    student = new_student(target, draft_vocab_size).to(budget.device)
+    student.begin_as(target, target_ids)
+    layer = [*student.fc.parameters(), *student.midlayer.parameters()]
+    others = [*student.norm.parameters(), *student.lm_head.parameters(), *(p for p in layer if p.ndim == 1)]
+    optimizer = PairedOptimizer([p for p in layer if p.ndim == 2], others, matrix_lr=0.02, other_lr=0.002)
+    lesson = eagle3_lesson(student, target, target_ids, next_texts)
+    train(student, optimizer, lesson, budget, lambda: save_head(student, target, target_ids, folder))
+
+
+def save_head(student: Eagle3Student, target: LlamaForCausalLM, target_ids: Tensor, folder: Path) -> None:
+    """Write the original EAGLE-3 format: config.json, and bfloat16 weights with `d2t` and `t2d`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.detach().cpu().bfloat16().contiguous() for name, tensor in student.state_dict().items()}
+    tensors["d2t"] = target_ids - torch.arange(len(target_ids))
+    tensors["t2d"] = torch.zeros(target.config.vocab_size, dtype=torch.bool).index_fill_(0, target_ids, True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.dumps(head_config(target, len(target_ids)), indent=2)
+    (folder / "config.json").write_text(config + "\n", encoding="utf-8")
+
+
+def head_config(target: LlamaForCausalLM, draft_vocab_size: int) -> dict[str, object]:
+    """Return config.json of the original format; its layer ids count outputs of layers."""
+    config: Any = target.config
+    kept: tuple[str, ...] = (
+        "hidden_act",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    )
+    kept += ("rms_norm_eps", "max_position_embeddings", "vocab_size", "bos_token_id", "eos_token_id")
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        **{name: getattr(config, name) for name in kept},
+        "rope_theta": config.rope_parameters["rope_theta"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": draft_vocab_size,
+        "tie_word_embeddings": False,
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in taps_of(target)],
+        },
+        "dtype": "bfloat16",
+    }
+
+
+def eagle3_logits(folder: Path, target: LlamaForCausalLM) -> DraftLogits:
+    """Return the head in `folder` as a function of texts, in float32."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors.pop("t2d")
+    offsets = tensors.pop("d2t")
+    target_ids = torch.arange(len(offsets)) + offsets
+    student = new_student(target, len(offsets))
+    student.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+
+    def draft_logits(ids: Tensor, num_steps: int) -> Iterator[Tensor]:
+        features, _ = features_and_logits(target, ids, taps_of(target))
+        for states in student.steps(features, target.model.embed_tokens(ids), num_steps):
+            drafted = F.linear(states, student.lm_head.weight)
+            logits = drafted.new_full((*drafted.shape[:-1], target.config.vocab_size), float("-inf"))
+            yield logits.index_copy_(-1, target_ids, drafted)
+
+    return draft_logits
+
 
 logger = logging.getLogger(__name__)
 
 WINDOW_TOKENS = 256
 WINDOWS_PER_STEP = 8
-MEASURED_TOKENS = 128
 
 
 def parse_arguments() -> argparse.Namespace:
     """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kind", choices=tuple(TRAINERS), required=True)
+    parser.add_argument("--kind", choices=("medusa", "eagle3"), required=True)
     parser.add_argument("--target", type=Path, default=DEMO_FOLDER / "target")
     parser.add_argument("--out", type=Path, help="the head's folder; by default next to the target")
     parser.add_argument("--minutes", type=float, default=4.0, help="of training, without rollouts and measuring")
@@ -56,17 +297,11 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-@dataclass(frozen=True, slots=True)
-class Material:
-    """Texts to learn from, and prompts to measure with."""
+def texts_of(target: LlamaForCausalLM, arguments: argparse.Namespace) -> tuple[Callable[[], Tensor], Tensor]:
+    """Return a function for the next batch of texts [B, T], and prompts [N, S] that are never trained on.
 
-    next_texts: Callable[[], Tensor]  # token ids [B, T] of the next batch
-    held_out: Tensor  # prompts [N, S] that are never trained on
-    about: str  # both, in words for the card
-
-
-def material(target: LlamaForCausalLM, arguments: argparse.Namespace) -> Material:
-    """Alternate windows of the corpus with windows of the target's own text, as at serving time."""
+    Windows of the corpus alternate with windows of the target's own text, as at serving time.
+    """
     tokenizer, corpus = load_tokenizer(arguments.target), collect()
     stream = WindowStream(tokenize_corpus(tokenizer, corpus), arguments.seed)
     rollouts = write_rollouts(
@@ -74,144 +309,36 @@ def material(target: LlamaForCausalLM, arguments: argparse.Namespace) -> Materia
     )
     batches = mixed_batches(stream, rollouts, 2, WINDOWS_PER_STEP, WINDOW_TOKENS, arguments.seed)
     documents = [document.text for document in corpus.held_out if not document.is_test]
-    return Material(
-        lambda: next(batches)[:, :-1],
-        held_out_prompts(encode(tokenizer, documents), arguments.prompts),
-        "its training corpus, held-out files of it to measure with, and text that it wrote",
-    )
+    return lambda: next(batches)[:, :-1], held_out_prompts(encode(tokenizer, documents), arguments.prompts)
 
 
-def train(
-    head: nn.Module, loss_of: Callable[[Tensor], Tensor], next_texts: Callable[[], Tensor], minutes: float
-) -> str:
-    """Step until the minutes are over; return the cost, in words."""
-    optimizer = torch.optim.AdamW(head.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.01)
-    began, step, mean_loss = time.monotonic(), 0, 0.0
-    while (progress := (time.monotonic() - began) / (60.0 * minutes)) < 1.0:
-        for group in optimizer.param_groups:
-            group["lr"] = 2e-3 * schedule(progress)
-        loss = loss_of(next_texts())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        step += 1
-        mean_loss += (loss.item() - mean_loss) / min(step, 20)
-        if step % 20 == 0:
-            logger.info("step=%d progress=%.2f loss=%.3f", step, progress, mean_loss)
-    return (
-        f"{step} steps of {WINDOWS_PER_STEP * WINDOW_TOKENS:,} tokens, {minutes:g} minutes, last loss {mean_loss:.3f}"
-    )
-
-
-def make_medusa(target: LlamaForCausalLM, arguments: argparse.Namespace, folder: Path) -> str:
-    """Train and save a set of Medusa heads, and return its card."""
+def make_head(
+    target: LlamaForCausalLM, arguments: argparse.Namespace, next_texts: Callable[[], Tensor], folder: Path
+) -> DraftLogits:
+    """Train a head into `folder`, and return it as it was saved."""
+    budget = Budget(arguments.minutes, target.device, WINDOWS_PER_STEP * WINDOW_TOKENS)
+    if arguments.kind == "eagle3":
+        train_eagle3(target, next_texts, budget, folder, arguments.draft_vocab)
+        return eagle3_logits(folder, target)
     teacher = load_checkpoint(arguments.target, resolve_dtype("auto", target.device)).requires_grad_(False)
-    heads, texts = TrainableMedusaHeads(target.config.hidden_size), material(teacher, arguments)
-    spent = train(heads, medusa_lesson(heads, teacher), texts.next_texts, arguments.minutes)
-    save_heads(heads, target, folder)
-    saved = load_heads(folder, target)
-    measured = {
-        f"{t:g}": measure_head(
-            target, medusa_logits(saved, target), texts.held_out, t, MEASURED_TOKENS, saved.num_heads
-        )
-        for t in (0.0, 1.0)
-    }
-    about = (
-        f"{saved.num_heads} heads of {saved.num_blocks} residual blocks each on the target's last hidden "
-        f"state, {megabytes(folder):.1f} MB in bfloat16, in vLLM's format; all share the target's linear layer to the "
-        "vocabulary."
-    )
-    return card(HeadCard("Medusa heads", "medusa", about, spent), arguments, folder, texts, measured)
-
-
-def make_eagle3(target: LlamaForCausalLM, arguments: argparse.Namespace, folder: Path) -> str:
-    """Train and save an EAGLE-3 head, and return its card."""
-    budget = Budget(arguments.minutes, target.device, WINDOWS_PER_STEP * WINDOW_TOKENS, WINDOW_TOKENS)
-    texts = material(target, arguments)
-    report = train_eagle3(target, texts.next_texts, budget, folder, arguments.draft_vocab)
-    return eagle3_card(target, arguments, folder, texts, report)
-
-
-def eagle3_card(
-    target: LlamaForCausalLM, arguments: argparse.Namespace, folder: Path, texts: Material, report: TrainingReport
-) -> str:
-    """Measure the head in `folder`, and a pair's draft on the same prompts, and describe the training."""
-    head = eagle3_logits(folder, target)
-    measured = {f"{t:g}": measure_head(target, head, texts.held_out, t, MEASURED_TOKENS) for t in (0.0, 1.0)}
-    about = (
-        f"One layer on the target's states of three layers (arXiv:2503.01840), {megabytes(folder):.1f} MB in bfloat16, "
-        f"in the original format; it drafts the {arguments.draft_vocab:,} most frequent of the "
-        f"{target.config.vocab_size:,} tokens."
-    )
-    spent = f"{report.num_steps} steps, {report.num_tokens:,} tokens in {report.seconds / 60:.0f} minutes"
-    made = HeadCard("EAGLE-3 head", "eagle3", about, f"{spent}, last loss {report.last_loss:.3f}")
-    text = card(made, arguments, folder, texts, measured)
-    measurements = arguments.target.parent / "measurements.json"
-    if not measurements.exists():
-        return text
-    draft = acceptance_table(read_json(measurements)["acceptance"])
-    return f"{text}\n## The pair's own draft\n\nMeasured in the same way, on the same prompts:\n\n{draft}\n"
-
-
-def megabytes(folder: Path) -> float:
-    """Return the size of the head in `folder`."""
-    return (folder / "model.safetensors").stat().st_size / 1e6
-
-
-TRAINERS: dict[str, Callable[[LlamaForCausalLM, argparse.Namespace, Path], str]] = {
-    "medusa": make_medusa,
-    "eagle3": make_eagle3,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class HeadCard:
-    """A head and its cost, in words."""
-
-    title: str
-    kind: str
-    about: str
-    spent: str
-
-
-def card(
-    made: HeadCard, arguments: argparse.Namespace, folder: Path, texts: Material, measured: dict[str, Acceptance]
-) -> str:
-    """Return a head's README: its kind, the acceptance of its drafts by position, its making."""
-    table = acceptance_table({temperature: asdict(found) for temperature, found in measured.items()})
-    num_prompts, num_prompt_tokens = texts.held_out.shape
-    return f"""# {made.title} for {arguments.target}
-
-{made.about}
-
-`draft: {{kind: {made.kind}, path: {folder}}}` in deploy.yaml serves with it.
-
-## Acceptance by position
-
-The target continues {num_prompts} held-out prompts of {num_prompt_tokens} tokens by {MEASURED_TOKENS} tokens each. A
-draft is accepted when it is the token that the target chose; temperature 1 is coupled. The chance at a position is
-given that all before it were accepted. Greedy text of a small target falls into loops; the repetition measures them.
-
-{table}
-
-## How it was made
-
-`python -m models.training.train_heads {" ".join(sys.argv[1:])}`: {made.spent}; {machine(torch.device("cpu"))}.
-Distilled from the target's own distribution over {texts.about}. It must be trained again with the target.
-"""
+    heads = TrainableMedusaHeads(target.config.hidden_size, NUM_DRAFTS)
+    lesson = medusa_lesson(heads, teacher)
+    optimizer = PairedOptimizer([], heads.parameters(), matrix_lr=0.002, other_lr=0.002)
+    train(heads, optimizer, lambda _: lesson(next_texts()), budget, lambda: save_heads(heads, target, folder))
+    return medusa_logits(load_heads(folder, target), target)
 
 
 def main() -> None:
-    """Train, measure and write."""
+    """Train, and log the acceptance by position."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     arguments = parse_arguments()
     torch.manual_seed(arguments.seed)
     target = load_checkpoint(arguments.target).requires_grad_(False)
     folder = arguments.out or arguments.target.parent / arguments.kind
-    text = TRAINERS[arguments.kind](target, arguments, folder)
-    (folder / "README.md").write_text(text, encoding="utf-8")
-    logger.info("wrote %s\n%s", folder, text)
+    next_texts, prompts = texts_of(target, arguments)
+    head = make_head(target, arguments, next_texts, folder)
+    measured = {f"{t:g}": asdict(measure_head(target, head, prompts, t, num_draft_tokens=NUM_DRAFTS)) for t in (0, 1)}
+    logger.info("the head is in %s\n%s", folder, acceptance_table(measured))
 
 
 if __name__ == "__main__":

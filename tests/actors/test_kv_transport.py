@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.kv_transport import PrefillReply, PrefillTransport
-from actors.nixl_carrier import DirectBlocks, NixlCarrier
+from actors.kv_transport import DirectBlocks, NixlCarrier, PrefillReply, PrefillTransport
 from engine.accounting.engine_stats import FetchFailure
 from engine.remote_prefill.kv_transfer import (
     ChunkHeader,

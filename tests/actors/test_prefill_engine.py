@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 import actors.prefill_engine
-from actors.kv_transport import PrefillReply
-from actors.nixl_carrier import DirectBlocks
+from actors.kv_transport import DirectBlocks, PrefillReply
 from actors.prefill_engine import PrefillEngine
 from actors.settings import PrefillSettings
 from engine.accounting.engine_stats import FetchFailure

@@ -19,7 +19,7 @@ from engine.model.draft_heads.medusa import MedusaHeads as ServedMedusa
 from engine.model.loader import model_version
 from engine.position_log.position_log import top_logprobs
 from engine.position_log.shard import LogFolder, LoggedModel, LoggedRequest, log_files, read_shard, write_shard
-from models.training.heads import eagle3_logits, new_student, save_head, save_heads
+from models.training.train_heads import eagle3_logits, new_student, save_head, save_heads
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod
 from tests.engine.fixtures.checkpoints import write_checkpoint

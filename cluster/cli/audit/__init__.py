@@ -1,7 +1,7 @@
 """An audit of any OpenAI-compatible server from outside.
 
-`client` sends requests within a budget, `prediction` reads the distributions that the server reports, `evidence` weighs
-draws against them, `answers` to `ways` are the checks, `trial` reaches a verdict, `audit` runs all checks and corrects
+`client` sends requests within a budget, `evidence` weighs draws against the distributions that the server reports,
+`answers`, `positions` and `sampling` are the checks, `trial` reaches a verdict, `audit` runs all checks and corrects
 for their number.
 
 Each check is a test by betting (arXiv:2210.01948): under a server that does as it reports, the evidence

@@ -10,7 +10,7 @@ from functools import partial
 
 import httpx
 
-from cluster.cli.audit import answers, positions, sampling, speed, ways
+from cluster.cli.audit import answers, positions, sampling
 from cluster.cli.audit.client import RequestBudget, Server, explore, seeds_from
 from cluster.cli.audit.trial import PROMPTS, Audit, CheckVerdict, Finding, OpenPrompt, Trial, all_of
 from cluster.cli.audit.wire import TIMEOUT_S, NoVerdictError, RefusedError, fetch
@@ -64,11 +64,11 @@ CHECKS = (
     Check("cache", "later asks, and asks after eviction, change nothing", positions.cache),
     Check("json", "every answer with a JSON schema is valid", answers.json_schemas),
     Check("tools", "every required tool call is valid", answers.tool_calls),
-    Check("speed", "reported speed is the speed from outside", speed.speed),
-    Check("two-refusals", "speculation changes no refusal", ways.refusals),
-    Check("two-seeds", "speculation changes no text of a seed", ways.seeds),
-    Check("two-greedy", "speculation changes no greedy text", ways.greedy),
-    Check("two-distributions", "speculation changes no distribution", ways.distributions),
+    Check("speed", "reported speed is the speed from outside", answers.speed),
+    Check("two-refusals", "speculation changes no refusal", positions.refusals),
+    Check("two-seeds", "speculation changes no text of a seed", positions.seeds),
+    Check("two-greedy", "speculation changes no greedy text", positions.greedy),
+    Check("two-distributions", "speculation changes no distribution", positions.distributions),
     Check(
         "temperature-0.7",
         "first tokens at temperature 0.7 are drawn as reported",

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from cluster.cli.audit.prediction import NUM_CELLS, Prediction
+from cluster.cli.audit.evidence import NUM_CELLS, Prediction
 from cluster.cli.audit.wire import (
     TIMEOUT_S,
     Answer,

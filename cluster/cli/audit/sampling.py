@@ -12,8 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from cluster.cli.audit.client import Server
-from cluster.cli.audit.evidence import LeastEvidence
-from cluster.cli.audit.prediction import Claim, Prediction, filtered, tempered, weighted_claim
+from cluster.cli.audit.evidence import Claim, LeastEvidence, Prediction, filtered, tempered, weighted_claim
 from cluster.cli.audit.trial import Audit, OpenPrompt, Trial, add_first_draws, all_of, first_token
 from cluster.cli.audit.wire import Answer, NoVerdictError
 

@@ -13,8 +13,16 @@ from typing import Any, TypeVar
 import numpy as np
 
 from cluster.cli.audit.client import Server
-from cluster.cli.audit.evidence import FAULT_RATE, DrawEvidence, Evidence, HitEvidence, LeastEvidence
-from cluster.cli.audit.prediction import Claim, Prediction, plain_claim
+from cluster.cli.audit.evidence import (
+    FAULT_RATE,
+    Claim,
+    DrawEvidence,
+    Evidence,
+    HitEvidence,
+    LeastEvidence,
+    Prediction,
+    plain_claim,
+)
 from cluster.cli.audit.wire import Answer, Choice, NoVerdictError, Request
 
 _T = TypeVar("_T")

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from cluster.cli.audit.prediction import Prediction
+from cluster.cli.audit.evidence import Prediction
 from cluster.cli.server import NOT_UNDERSTOOD
 from protos.client_text import for_log
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from models.training.tokenizer import CHAT_TEMPLATE, load_tokenizer
+from models.training.architecture import CHAT_TEMPLATE, load_tokenizer
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
 SIZE_LIMIT_BYTES = 60_000_000

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 
 from models.training.architecture import llama_config, new_model
 from models.training.evaluate import count_rounds
-from models.training.heads import (
+from models.training.train_heads import (
     eagle3_lesson,
     eagle3_logits,
     features_and_logits,

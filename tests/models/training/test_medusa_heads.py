@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from engine.config import HeadConfig, HeadKind
 from engine.model.draft_heads.loader import load_head
 from engine.model.draft_heads.medusa import MedusaHeads as ServedHeads
-from models.training.heads import (
+from models.training.train_heads import (
     TrainableMedusaHeads,
     load_heads,
     measure_head,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from models.training.tokenizer import SPECIAL_TOKENS, load_tokenizer, render_chat, save_tokenizer, train_tokenizer
+from models.training.architecture import SPECIAL_TOKENS, load_tokenizer, render_chat, save_tokenizer, train_tokenizer
 
 TEXTS = [
     "def f(x):\n    return x + 1\n",

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from actors.nixl_carrier import NixlCarrier, choose_carrier
+from actors.kv_transport import NixlCarrier, choose_carrier
 from actors.settings import KVTransportKind
 from protos.errors import ConfigError
 
