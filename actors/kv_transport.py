@@ -34,6 +34,7 @@ import warnings
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -45,6 +46,7 @@ from torch import Tensor
 
 from actors.settings import KVTransportKind
 from engine.accounting.engine_stats import FetchFailure
+from engine.batch.side_stream import pinned, side_stream
 from engine.remote_prefill.kv_transfer import (
     ChunkHeader,
     FetchAccepted,
@@ -99,8 +101,10 @@ class NixlCarrier:
         return None
 
     def send(self, blocks: Tensor) -> DirectBlocks:
-        """Make `blocks` readable for receivers. They must not change until `release`."""
+        """Make `blocks`, which are computed, readable for receivers. They must not change until `release`."""
         key = f"kv-{next(self._numbers)}"
+        if blocks.is_cuda:  # else Ray waits for all passes that the engine has issued
+            self._manager.set_cuda_stream(side_stream(blocks.device))
         metadata = self._manager.extract_tensor_transport_metadata(key, [blocks])
         self._kept[key] = blocks
         self._num_sent += 1
@@ -119,7 +123,7 @@ class NixlCarrier:
         """
         manager = self._manager
         way = manager.get_communicator_metadata(None, None, _NIXL)
-        with self._lock:
+        with self._lock, _memory_of(sent.metadata.tensor_device):
             request = manager.fetch_multiple_tensors(sent.key, sent.metadata, way)
             blocks: Tensor = manager.wait_fetch_complete(request, timeout_s)[0]
         return blocks
@@ -129,6 +133,14 @@ class NixlCarrier:
         from ray.experimental.rdt.util import get_tensor_transport_manager  # of Ray's alpha: loaded where it is used
 
         return get_tensor_transport_manager(_NIXL)
+
+
+def _memory_of(device_type: str) -> AbstractContextManager[object]:
+    """Have tensors on a GPU made in the side stream's memory.
+
+    NIXL writes outside all streams. What is free in the engine's memory may still be read by a pass that was issued.
+    """
+    return torch.cuda.stream(side_stream(torch.device("cuda"))) if device_type == "cuda" else nullcontext()
 
 
 def choose_carrier(kind: KVTransportKind) -> NixlCarrier | None:
@@ -182,9 +194,13 @@ class PrefillTransport:
         self._news: deque[FetchNews] = deque()
         self._fetches: dict[int, Future[None]] = {}
 
-    def open(self, layout: KVLayout, on_news: Callable[[], None]) -> None:
-        """Start the transport's thread, which calls `on_news` whenever `poll` has something to return."""
+    def open(self, layout: KVLayout, device: torch.device, on_news: Callable[[], None]) -> None:
+        """Start the transport's thread, which calls `on_news` whenever `poll` has something to return.
+
+        `device` has the engine's pool.
+        """
         self._layout = layout
+        self._device = device
         self._on_news = on_news
         threading.Thread(target=self._loop.run_forever, name="kv-transport", daemon=True).start()
         logger.info("remote prefill of %s", layout)
@@ -261,7 +277,7 @@ class PrefillTransport:
 
     async def _tensor(self, blocks: BlocksReply, timeout_s: float) -> Tensor:
         if not isinstance(blocks, DirectBlocks):
-            return _view(blocks)
+            return await asyncio.to_thread(pinned, _view(blocks), self._device)
         assert self._carrier is not None, "direct blocks come only if requested"
         reading = asyncio.create_task(asyncio.to_thread(self._carrier.receive, blocks, timeout_s))
         try:

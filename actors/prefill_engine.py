@@ -10,8 +10,6 @@ from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from actors.kv_transport import BlocksReply, DirectBlocks, PeerTransport, PrefillReply, choose_carrier
 from actors.process.actor_thread import ActorThread, without_compiler
 from actors.settings import PrefillSettings
@@ -19,6 +17,7 @@ from actors.shell_messages import Abort, Add, AskSnapshot, Refused, Snapshot, St
 from actors.target.engine_loop import STEP_TIMEOUT_S, EngineLoop, StatusReporter
 from actors.target.index_reporter import IndexReporter, ReportSink
 from engine.accounting.engine_stats import EngineStats, FetchFailure
+from engine.batch.side_stream import PendingTensor
 from engine.engine_core.loading import load_engine
 from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.tensor_parallel_runner import TensorParallelRunner
@@ -171,6 +170,7 @@ class PrefillEngine:
         while True:
             match await events.get():
                 case ExportedBlocks(_, first_block, blocks, state):
+                    await asyncio.to_thread(blocks.on_device)  # the reader measures the way from the header on
                     yield ChunkHeader(fetch_id, first_block, load_of(), has_state=state is not None)
                     yield await self._parcel(blocks, use_direct)
                     if state is not None:
@@ -189,11 +189,12 @@ class PrefillEngine:
                     yield FetchEnd(fetch_id)
                     return
 
-    async def _parcel(self, blocks: Tensor, use_direct: bool) -> BlocksReply:
+    async def _parcel(self, pending: PendingTensor, use_direct: bool) -> BlocksReply:
         """Copy the blocks, or register them for reading, outside the event loop."""
-        if not use_direct or self._carrier is None or not blocks.numel():
-            return await asyncio.to_thread(lambda: blocks.cpu().numpy())
-        sending = asyncio.create_task(asyncio.to_thread(self._carrier.send, blocks))
+        if not use_direct or self._carrier is None or not pending.num_bytes:
+            return await asyncio.to_thread(lambda: pending.in_main_memory().numpy())
+        carrier = self._carrier
+        sending = asyncio.create_task(asyncio.to_thread(lambda: carrier.send(pending.on_device())))
         try:
             return await asyncio.shield(sending)
         except asyncio.CancelledError:
@@ -227,7 +228,7 @@ class PrefillEngine:
         core.on_computed = self._exporter.collect
         reporter = StatusReporter(self._report, core.blocks)
         self._loop = EngineLoop(core, self._emit, reporter=reporter)
-        self._peers.open(self._layout, on_news=self._loop.wake)
+        self._peers.open(self._layout, runner.device, on_news=self._loop.wake)
         is_ready()
         self._loop.run()
 

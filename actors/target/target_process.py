@@ -171,7 +171,7 @@ def serve_target(
             emit=server.emit,
         )
     if transport is not None:
-        transport.open(_runner(core).kv_layout, on_news=loop.wake)
+        transport.open(_runner(core).kv_layout, _runner(core).device, on_news=loop.wake)
     threading.Thread(target=_serve_shells, args=(server, loop), name="shell-server", daemon=True).start()
     is_ready()
     loop.run()

@@ -30,7 +30,7 @@ TESTS="tests/engine/attention/test_triton_attention.py tests/engine/kv_cache/tes
     tests/engine/model/test_triton_rows.py tests/engine/model/linear/test_triton_few_bits.py
     tests/engine/model/checkpoint/test_quantized_on_gpu.py tests/engine/recurrent/test_triton_mixer.py
     tests/engine/recurrent/test_triton_states.py tests/engine/model/cuda_graphs/test_draft_steps.py
-    tests/engine/model/cuda_graphs/test_head_steps.py"
+    tests/engine/model/cuda_graphs/test_head_steps.py tests/engine/batch/test_side_stream.py"
 TINY="" TABLE="--sections kernel plain sync --batches 1 32 --contexts 1024 --total-s 225" PATIENCE=1
 STEPS=()
 for word in "$@"; do

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from engine.batch.indexing import Index, index_of, index_tensor, runs_triton
+from engine.batch.side_stream import arrived
 from engine.config import CacheConfig, KVDtype
 from engine.kv_cache.kv_dtype import head_bytes, head_width, kernel_view, loaded, memory_dtype, stored
 from engine.kv_cache.state_pool import StatePool, zeros
@@ -159,7 +160,7 @@ class KVCache:
         if not self._pools:
             return
         index = index_of(block_ids, self.device)
-        rows = blocks.to(self.device).view(self._memory_dtype)  # [n, elements of a block]
+        rows = arrived(blocks, self.device).view(self._memory_dtype)  # [n, elements of a block]
         start = 0
         for pool in chain.from_iterable(self._pools):
             end = start + pool[0].numel()

@@ -17,6 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from engine.batch.side_stream import arrived
 from engine.config import CacheConfig, EngineConfig, TreeConfig
 from engine.sequence.sequence import ZEROS
 from protos.block_keys import BlockKey
@@ -159,7 +160,7 @@ class StatePool:
 
     def import_state(self, slot: int, state: Tensor) -> None:
         """Overwrite a slot's state, in the layout of `export_state`."""
-        parts = state.to(self.device).split([part[slot].nbytes for part in self._parts])
+        parts = arrived(state, self.device).split([part[slot].nbytes for part in self._parts])
         for part, new in zip(self._parts, parts, strict=True):
             part[slot] = new.view(part.dtype).view(part.shape[1:])
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from engine.accounting.counters import class_name
 from engine.accounting.engine_stats import PositionLogStats
 from engine.accounting.record import PassRecord
+from engine.batch.side_stream import PendingTensor
 from engine.config import MAX_LOG_BYTES
 from engine.position_log.shard import Ints, LogFolder, LoggedModel, LoggedRequest, write_shard
 from engine.sequence.sequence import Sequence
@@ -46,25 +47,17 @@ class TopRows:
         copied = logits.index_select(0, index)  # [N, V]
         self.num_bytes = copied.numel() * copied.element_size()
         self._rows: Tensor | None = copied
-        self._top: tuple[Tensor, Tensor] | None = None
         if copied.is_cuda:
             self._rows = None
-            self._send(copied)
+            top = copied.log_softmax(dim=1).topk(top_k)
+            self._ids = PendingTensor(top.indices.to(torch.int32))
+            self._logprobs = PendingTensor(top.values.to(torch.float16))
 
     def read(self) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
         """Return the ids and log-probabilities `[N, top_k]` of each row, likeliest first."""
         if self._rows is not None:
             return top_logprobs(self._rows.numpy(), self._top_k)
-        assert self._top is not None
-        self._event.synchronize()
-        ids, logprobs = self._top
-        return ids.numpy(), logprobs.numpy()
-
-    def _send(self, rows: Tensor) -> None:
-        top = rows.log_softmax(dim=1).topk(self._top_k)
-        self._top = (_pinned(top.indices.to(torch.int32)), _pinned(top.values.to(torch.float16)))
-        self._event = torch.cuda.Event()
-        self._event.record()
+        return self._ids.in_main_memory().numpy(), self._logprobs.in_main_memory().numpy()
 
 
 def top_logprobs(rows: NDArray[np.float32], top_k: int) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
@@ -76,12 +69,6 @@ def top_logprobs(rows: NDArray[np.float32], top_k: int) -> tuple[NDArray[np.int3
     order = np.argsort(-values, axis=1, kind="stable")
     ids, values = np.take_along_axis(ids, order, axis=1), np.take_along_axis(values, order, axis=1)
     return ids.astype(np.int32), (values - totals).astype(np.float16)
-
-
-def _pinned(values: Tensor) -> Tensor:
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    host.copy_(values, non_blocking=True)
-    return host
 
 
 class LogWriter:

@@ -15,6 +15,7 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.accounting.engine_stats import FetchFailure
+from engine.batch.side_stream import PendingTensor
 from engine.kv_cache.pool import LayerShape
 from engine.kv_cache.state_pool import StateShape
 from engine.sequence.batch import Batch, ScheduledSequence
@@ -197,13 +198,14 @@ class KVFetch:
 class ExportedBlocks:
     """Blocks [first_block, first_block + n) of a sequence; `blocks` [n, bytes per block] uint8 is a copy.
 
-    `state` is a copy of the recurrent layers' state after the last block, [bytes per state] uint8.
+    `state` is a copy of the recurrent layers' state after the last block, [bytes per state] uint8. A GPU may still be
+    computing both.
     """
 
     request_id: str
     first_block: int
-    blocks: Tensor
-    state: Tensor | None = None
+    blocks: PendingTensor
+    state: PendingTensor | None = None
 
 
 @dataclass(slots=True)
@@ -247,7 +249,9 @@ class BlockExporter:
             blocks = self._pool.export_blocks(block_ids[start : start + self._max_blocks])
             is_last = start + len(blocks) == len(block_ids)
             state = self._pool.export_state(state_slot) if is_last and state_slot is not None else None
-            self._sink(ExportedBlocks(request_id, first_block + start, blocks, state))
+            # Copied in the order of the passes, so a later pass may write to the blocks.
+            pending = None if state is None else PendingTensor(state)
+            self._sink(ExportedBlocks(request_id, first_block + start, PendingTensor(blocks), pending))
 
     def _export(self, scheduled: ScheduledSequence, progress: _ExportProgress) -> None:
         sequence, first = scheduled.sequence, progress.next_block

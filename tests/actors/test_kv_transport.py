@@ -81,7 +81,7 @@ class SlowCarrier:
 
 def opened(prefill: ScriptedPrefill, carrier: SlowCarrier | None = None) -> PrefillTransport:
     transport = PrefillTransport(cast(Any, prefill), cast(NixlCarrier | None, carrier))
-    transport.open(KVLayout("float32", 16, (), "v"), on_news=lambda: None)
+    transport.open(KVLayout("float32", 16, (), "v"), torch.device("cpu"), on_news=lambda: None)
     transport.start(FetchOrder(7, "a", (1,) * 32, 0, "", TIMEOUT_S))
     return transport
 
