@@ -110,8 +110,9 @@ class PagedModel:
         self.layer_shapes = self.rank_shapes = kv_shapes_of(records)
         self._dtype, self._device = dtype or model.dtype, rank.device or model.device
         self._padding_ids: Index | None = None
+        self._plan_attention = plan_attention
         if is_deterministic:
-            has_kernel = is_batch_invariant(plan_attention) or self._is_native(plan_attention)
+            has_kernel = is_batch_invariant(plan_attention) or self._is_native()
             _refuse_companions(model, records, rank, linear_factory(quantization, self._dtype), has_kernel=has_kernel)
         factories = _factories(model, quantization, self._dtype, is_deterministic=is_deterministic)
         self.decoder, self.rank_shapes = packed_decoder(
@@ -121,8 +122,8 @@ class PagedModel:
         if store.has_agreed(note):
             return
         tolerance = _MAX_ERROR[self._dtype] + 0.2 * (quantization is not Quantization.NONE)
-        self._check_agreement(model, probe, plan_attention, rank, whole_logits, tolerance)
-        if is_deterministic and (difference := self._first_difference(plan_attention)):
+        self._check_agreement(model, probe, rank, whole_logits, tolerance)
+        if is_deterministic and (difference := self._first_difference()):
             raise _not_deterministic(model, f"{difference} gives the same tokens other logits than a prefill")
         store.agree(note)
 
@@ -130,7 +131,6 @@ class PagedModel:
         self,
         model: PreTrainedModel,
         probe: _Probe,
-        plan_attention: PlanAttention,
         rank: Rank,
         expected: Tensor | None,
         tolerance: float,
@@ -145,8 +145,8 @@ class PagedModel:
             with understood(model), stock_attention(model):
                 expected = _stock_logits(model, *probe)
         with understood(model):
-            logits = self._probed((first, second), far, plan_attention)
-            leaked = self._probed((_others(first, self.vocab_size), second), far, plan_attention)
+            logits = self._probed((first, second), far)
+            leaked = self._probed((_others(first, self.vocab_size), second), far)
         if expected is None:
             return
         num_own = len(second)
@@ -184,7 +184,7 @@ class PagedModel:
         """
         shapes = [*self.rank_shapes, *more_layers]
         if any(shape.is_latent for shape in shapes):
-            check_latents(kind, self._model_type)
+            check_latents(kind, self._plan_attention, self._model_type)
         if self._device.type == "cpu":
             needed = num_states * state_bytes(self.state_shapes, self._dtype)
             check_pool_memory(num_blocks * block_bytes(shapes, block_size, self._dtype, kind) + needed)
@@ -207,7 +207,7 @@ class PagedModel:
         if token_ids:
             self._padding_ids = index_of(token_ids, self._device)
 
-    def _probed(self, sequences: tuple[list[int], list[int]], far: int, plan_attention: PlanAttention) -> Tensor:
+    def _probed(self, sequences: tuple[list[int], list[int]], far: int) -> Tensor:
         """Return the logits of both sequences after the first chunk, end to end, computed in pieces and together.
 
         The second sequence's tokens have positions from `far` on.
@@ -215,7 +215,7 @@ class PagedModel:
         cache = self.new_cache(num_blocks=2, block_size=_PROBE_BLOCK_SIZE, num_states=3)
         first, second = sequences
         kept = SpanStates(ZEROS, {_PROBE_CHUNK: 1})
-        self.forward(ForwardBatch.of([Span(first[:_PROBE_CHUNK], 0, [0], 0, states=kept)], cache, plan_attention))
+        self.forward(ForwardBatch.of([Span(first[:_PROBE_CHUNK], 0, [0], 0, states=kept)], cache, self._plan_attention))
         rest = first[_PROBE_CHUNK:]
         # No row's index in the pass is its position, so a model that counts rows is wrong in all of them.
         states = [SpanStates(1, {}), SpanStates(ZEROS, {len(second): 2})]
@@ -223,19 +223,19 @@ class PagedModel:
             Span(rest, _PROBE_CHUNK, [0], len(rest), states=states[0]),
             Span(second, 0, [1], len(second), states=states[1]),
         ]
-        batch = ForwardBatch.of(spans, cache, plan_attention)
+        batch = ForwardBatch.of(spans, cache, self._plan_attention)
         batch.position_ids[len(rest) :] += far
         return self.forward(replace(batch, num_positions=max(batch.num_positions, far + len(second)))).clone()
 
-    def _is_native(self, plan_attention: PlanAttention) -> bool:
+    def _is_native(self) -> bool:
         cache = self.new_cache(1, _PROBE_BLOCK_SIZE, num_states=1)
-        return isinstance(plan_attention([Span([0], 0, [0], 1)], cache, slice(0, 1)), NativeAttention)
+        return isinstance(self._plan_attention([Span([0], 0, [0], 1)], cache, slice(0, 1)), NativeAttention)
 
-    def _first_difference(self, plan_attention: PlanAttention) -> str | None:
+    def _first_difference(self) -> str | None:
         cache = self.new_cache(num_blocks=3, block_size=32, num_states=3 * 32 + 2)
 
         def forward(spans: list[Span]) -> Tensor:
-            return self.forward(ForwardBatch.of(list(map(_with_states, spans)), cache, plan_attention))
+            return self.forward(ForwardBatch.of(list(map(_with_states, spans)), cache, self._plan_attention))
 
         return first_difference(forward, self.vocab_size)
 

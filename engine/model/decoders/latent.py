@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from engine.attention.backend import is_triton
+from engine.attention.base import PlanAttention
 from engine.config import KVDtype
 from engine.kv_cache.pool import LayerShape
 from engine.model.attention_probe import LayerRecord
@@ -112,6 +114,11 @@ def has_latents(attention: Any) -> bool:
     return hasattr(attention, "kv_b_proj")
 
 
+def computes_latents(config: Any) -> bool:
+    """True for the configuration of a model with such attention."""
+    return bool(getattr(config.get_text_config(), "kv_lora_rank", None))
+
+
 def latents_pay(config: Any) -> bool:
     """True if a token's latent has fewer numbers than its keys and values, as in all published models."""
     return _latent_size(config) < _size_of_heads(config)
@@ -127,13 +134,13 @@ def _size_of_heads(config: Any) -> int:
 
 
 def latent_note(config: Any, *, is_described: bool, num_ranks: int, is_on_gpu: bool) -> str | None:
-    """Return what the cache keeps of a model with such attention, and the reason; None for others.
+    """Return the form that the cache keeps of a model with such attention, and the reason; None for others.
 
     `is_described` is true for a model of a family whose layers our decoder computes.
     """
-    text = config.get_text_config()
-    if not getattr(text, "kv_lora_rank", None):
+    if not computes_latents(config):
         return None
+    text = config.get_text_config()
     of_latent, of_heads = _latent_size(text), _size_of_heads(text)
     kept = f"the cache keeps the keys and values of all heads, {of_heads:,} numbers a token and layer, not latents"
     if not latents_pay(text):
@@ -162,12 +169,17 @@ def _latent_shape(attention: Any) -> LayerShape:
     return LayerShape(1, rank + attention.qk_rope_head_dim, rank, is_latent=True)
 
 
-def check_latents(kind: KVDtype, model_type: str) -> None:
+def check_latents(kind: KVDtype, plan_attention: PlanAttention, model_type: str) -> None:
     """Check that a pool of `kind` takes latents: each number of one is part of every head's key and value.
 
     Raises:
-        ConfigError: it rounds them to 8 bits.
+        ConfigError: it rounds them to 8 bits, or the attention does not read them.
     """
+    if is_triton(plan_attention):
+        raise ConfigError(
+            f"attention is 'triton', which does not read latents, and model type {model_type!r} keeps them in the "
+            "cache of a processor; set it to auto"
+        )
     if kind is not KVDtype.AUTO:
         raise ConfigError(
             f"cache.dtype is {str(kind)!r}, but model type {model_type!r} keeps latents in the cache, which are not "

@@ -26,7 +26,7 @@ from engine.model.checkpoint.end_tokens import find_end_tokens
 from engine.model.checkpoint.hub import cached_folder
 from engine.model.checkpoint.scheme import SECTIONS, scheme_of
 from engine.model.decoders.fused_decoder import FusedDecoder
-from engine.model.decoders.latent import check_latents, has_latents, latent_note
+from engine.model.decoders.latent import check_latents, computes_latents, latent_note
 from engine.model.draft_heads.loader import load_head
 from engine.model.draft_heads.self_draft import check_self
 from engine.model.generation_config import length_limit, unknown_ends, unread_warning
@@ -74,6 +74,8 @@ def check_outline(
     if not is_on_gpu:
         attention = choose_attention(model.attention, device, is_deterministic=model.deterministic)
         check_kv_kind(KVDtype(cache.dtype), attention, device)
+        if num_ranks == 1 and is_described and computes_latents(config):
+            check_latents(KVDtype(cache.dtype), attention, config.model_type)
     if num_ranks > 1:
         check_divisible(config, num_ranks)
     # What needs the modules, built without weights.
@@ -82,8 +84,6 @@ def check_outline(
         return notes, False
     if num_ranks > 1:
         shard_plan(outline, num_ranks)
-    elif not is_on_gpu and is_described and any(map(has_latents, outline.modules())):
-        check_latents(KVDtype(cache.dtype), config.model_type)
     if head is not None and head.kind is HeadKind.SELF:
         check_self(head, outline, model.quantization, device)
     elif head is not None and _is_small(head):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, PreTrainedConfig
 
+from engine.batch.indexing import has_triton
 from engine.batch.span import Span
 from engine.config import CacheConfig, EngineConfig, KVDtype, ModelConfig, ModelDtype, Quantization
 from engine.engine_core.loading import load_engine
@@ -187,6 +188,17 @@ def test_latents_are_not_rounded_to_8_bits(folder: Path, kind: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_outline(model, cache)
     check_outline(replace(model, tensor_parallel_size=2), cache)  # ranks keep keys and values
+
+
+@pytest.mark.skipif(torch.cuda.is_available() or not has_triton(), reason="Triton is interpreted on processors")
+def test_triton_on_a_processor_is_refused_by_name(tmp_path: Path) -> None:
+    write_family(tmp_path, config())
+    message = "attention is 'triton', which does not read latents, and model type 'deepseek_v3' .*; set it to auto"
+    model = ModelConfig(str(tmp_path), ModelDtype.FLOAT32, attention="triton")
+    with pytest.raises(ConfigError, match=message):
+        ModelRunner(model, CACHE)
+    with pytest.raises(ConfigError, match=message):
+        check_outline(model, CACHE)
 
 
 @needs_float_kernels
