@@ -16,11 +16,13 @@ sizes that the number of ranks must divide. No weights are needed: the model is 
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
 from typing import TypeVar
 
 import torch
@@ -31,6 +33,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from engine.model.checkpoint.unread_weight import keeps_form
 from engine.recurrent.stock_functions import keeps_states
 from protos.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 class ShardStyle(StrEnum):
@@ -200,7 +204,9 @@ class Rank:
     def all_reduce(self, partial: Tensor) -> Tensor:
         """Sum the tensors of all ranks, in place."""
         if self.size > 1:
-            dist.all_reduce(partial)
+            sums = small_sums(dist.group.WORLD) if partial.is_cuda else None
+            if sums is None or not sums.add(partial):
+                dist.all_reduce(partial)
         return partial
 
     def all_gather(self, part: Tensor, num_columns: int) -> Tensor:
@@ -243,3 +249,72 @@ class Rank:
 
 
 ALONE = Rank()
+
+
+class SmallSums:
+    """Sums of a few rows by one kernel of torch that reads the memory of all ranks, sooner than NCCL has begun.
+
+    Each rank adds in the order of the ranks, at any size and place (`load_and_reduce` in torch's
+    CUDASymmetricMemory-inl.cuh). So all ranks have the same bits, and a row's do not depend on its batch.
+
+    Args:
+        shared: float32 memory that every rank can read; larger tensors are not summed.
+        sum_by: copies its second tensor to the first, which is in shared memory, and overwrites it with the sum of all
+            ranks' copies.
+    """
+
+    def __init__(self, shared: Tensor, sum_by: Callable[[Tensor, Tensor], object]) -> None:
+        self._shared = shared
+        self._sum_by = sum_by
+
+    def add(self, partial: Tensor) -> bool:
+        """Sum the tensors of all ranks in place; False, and nothing is done, if the kernel does not take them."""
+        unit = 16  # bytes that a thread reads at once
+        is_whole = partial.nbytes % unit == 0 and partial.storage_offset() * partial.itemsize % unit == 0
+        is_small = 0 < partial.nbytes <= self._shared.nbytes
+        if not (is_whole and is_small and partial.is_contiguous() and partial.dtype in (torch.bfloat16, torch.float32)):
+            return False
+        self._sum_by(self._shared.view(partial.dtype)[: partial.numel()].view(partial.shape), partial)
+        return True
+
+
+@cache
+def small_sums(group: dist.ProcessGroup) -> SmallSums | None:
+    """Return a group's `SmallSums`; None, which is logged, where its GPUs cannot read each other's memory.
+
+    All ranks must make the first call together, and not while a pass is recorded.
+    """
+    sums, problem = _open_sums(group)
+    if _all_agree(not problem) and sums is not None:  # a kernel of this rank would wait for ranks without one
+        found = torch.full((8,), group.rank() + 1.0, dtype=torch.bfloat16, device="cuda")
+        expected = group.size() * (group.size() + 1) / 2
+        is_right = sums.add(found) and found.tolist() == [expected] * 8
+        if _all_agree(is_right):
+            return sums
+        problem = problem or "a sum was wrong"
+    logger.info("NCCL sums small messages between ranks too: %s", problem or "another rank has no access")
+    return None
+
+
+def _open_sums(group: dist.ProcessGroup) -> tuple[SmallSums | None, str]:
+    """Return a group's sums, or None and why it has none."""
+    own = torch.cuda.current_device()
+    if not all(torch.cuda.can_device_access_peer(own, other) for other in range(group.size()) if other != own):
+        return None, f"GPU {own} has no access to the memory of all others"
+    num_bytes = 1 << 18  # where reading from all ranks begins to cost more than NCCL does
+    try:
+        from torch.distributed import _symmetric_memory  # private to torch
+
+        shared = _symmetric_memory.empty(num_bytes // 4, dtype=torch.float32, device=torch.device("cuda", own))
+        _symmetric_memory.rendezvous(shared, group.group_name)
+        kernel = torch.ops.symm_mem.one_shot_all_reduce_copy_out
+    except (ImportError, AttributeError, RuntimeError) as error:
+        return None, f"{type(error).__name__}: {error}".splitlines()[0]
+    return SmallSums(shared, lambda copy, partial: kernel(copy, partial, "sum", group.group_name, partial)), ""
+
+
+def _all_agree(is_so: bool) -> bool:
+    """True if it is so on all ranks."""
+    least = torch.tensor([int(is_so)], device="cuda")
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return bool(least)

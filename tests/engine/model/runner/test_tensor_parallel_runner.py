@@ -107,6 +107,18 @@ def test_exported_blocks_have_all_heads_and_can_be_imported(alone: ModelRunner, 
     assert torch.allclose(again, expected, atol=1e-4)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_compute_what_one_does(folders: Folders) -> None:
+    one, two = (load_runner(replace(config(folders.target, each), device="cuda"), CACHE) for each in (1, 2))
+    assert isinstance(two, TensorParallelRunner)
+    try:
+        for start, num_tokens in ((0, 11), (11, 1), (12, 5)):  # a prompt, and passes that are recorded
+            span = Span(list(range(1, num_tokens + 1)), start, [5, 2, 7, 3, 8], num_tokens)
+            assert torch.allclose(two.forward([span]), one.forward([span]), atol=1e-3)
+    finally:
+        two.close()
+
+
 @pytest.mark.parametrize("family", [LlamaConfig, Qwen3Config])
 def test_sizes_that_do_not_divide_the_heads_are_refused_with_those_that_do(family: type) -> None:
     shape = family(hidden_size=96, num_attention_heads=12, num_key_value_heads=6, intermediate_size=96)
