@@ -45,7 +45,7 @@ by_pip() {
 # some packages carry files that are not for this Python.
 compile() {
     local folders='tests?|_internal|_inductor|transformers/models|ray/(rllib|data|tune|train|llm)|openai/(types|resources)'
-    local packages='torchgen|pip|mypyc?|setuptools|fontTools|networkx|matplotlib|pygments|PIL'
+    local packages='torchgen|pip|mypyc?|setuptools|networkx|pygments'
     "$python" -m compileall -q -j 0 -x "/($folders|$packages)/" .venv/lib > /dev/null || true
 }
 

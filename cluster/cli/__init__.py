@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from rich.console import Console
 
 from protos.errors import ConfigError
-
-if TYPE_CHECKING:  # of the extra `bench`
-    from matplotlib.figure import Figure
 
 Number = TypeVar("Number", int, float)
 
@@ -47,25 +44,3 @@ def write_text(file: Path, text: str, option: str) -> None:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{option} {file} cannot be written: {error}") from None
-
-
-def check_plot(file: Path) -> None:
-    """Raise ConfigError if `save_plot` could not write the file of `--plot`."""
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install 'outrider[bench]'") from None
-    kinds = FigureCanvasBase.get_supported_filetypes()
-    if file.suffix.removeprefix(".").lower() not in kinds:
-        raise ConfigError(f"--plot {file} is not an image file; end its name with one of .{', .'.join(sorted(kinds))}")
-    if file.is_dir() or not file.parent.is_dir():
-        raise ConfigError(f"--plot {file} cannot be written; give a file in an existing folder")
-
-
-def save_plot(figure: Figure, file: Path) -> None:
-    """Write the file of `--plot`. Raises ConfigError if that fails."""
-    try:
-        figure.savefig(file)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--plot {file} cannot be written: {error}") from None
-    report(f"plot: {file}")

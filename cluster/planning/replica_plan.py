@@ -1,26 +1,145 @@
-"""One replica as planned: the speed-up of its drafts, its memory, and the replicas and cost of a rate of requests.
+"""One planned replica: its draft, its speed-up and memory, and the replicas and cost of a rate of requests.
 
 Drafts have the lengths that the engine would choose, with a roofline's times instead of measured ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import ceil
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from cluster.planning.planned_draft import PlannedDraft, tree_nodes
 from cluster.planning.roofline import DeviceSpec, ModelShape, PassCost, pass_cost
+from engine.accounting.acceptance import RANK_ACCEPTANCE
 from engine.accounting.cost_model import RowSeconds
 from engine.accounting.draft_cost import DraftPrices
 from engine.accounting.length_allocation import allocate
-from engine.config import GIB, SchedulerConfig
+from engine.config import GIB, MASK_KEYS, SchedulerConfig
+from engine.model.checkpoint.weight_files import read_config, read_mapping
 from protos.errors import ConfigError
+from protos.messages import SpeculationMethod
 
 _STREAMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_ONE_PASS = (SpeculationMethod.PEAGLE, SpeculationMethod.DFLASH, SpeculationMethod.DSPARK)
+_USUAL_LAYERS = {SpeculationMethod.DFLASH: 5, SpeculationMethod.DSPARK: 5}  # of published heads; others have 1
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedDraft:
+    """A draft whose passes read `shape`.
+
+    Attributes:
+        is_one_pass: all drafts of a sequence come from one pass over a row for each.
+        keeps_kv: it reads the prompts, and has keys and values of its own.
+        max_drafts: the most drafts in a pass; None without a limit.
+        own: its weights and layers in addition to the target; None for all of `shape`.
+    """
+
+    shape: ModelShape
+    is_one_pass: bool = False
+    keeps_kv: bool = True
+    max_drafts: int | None = None
+    own: ModelShape | None = None
+
+    @classmethod
+    def of(
+        cls, kind: SpeculationMethod, path: str | None, target: ModelShape, dtype: str, num_layers: int | None = None
+    ) -> PlannedDraft | None:
+        """Return a draft of `kind` for `target`; None if it comes from the text and costs nothing.
+
+        A head without a `path` has the usual size of its kind. `num_layers` are of the target's own weights.
+
+        Raises:
+            ConfigError: a file is unreadable or lacks sizes, or a draft model has no path.
+        """
+        if kind is SpeculationMethod.SELF:
+            shape = replace(target, dtype=dtype, num_layers=num_layers or target.num_layers)
+            own = _without_tables(target, 0) if dtype == target.dtype else None  # none of its own
+            return cls(shape, keeps_kv=False, own=own)
+        if kind is SpeculationMethod.MEDUSA:
+            return _medusa(_config_of(path), target)
+        if kind is SpeculationMethod.MTP:
+            # A pass reads one of the layers, and a prompt is read by all.
+            count = 1 if path else num_layers or target.num_mtp_layers
+            return cls(replace(target, num_layers=1), own=_without_tables(target, count))
+        if kind is SpeculationMethod.MODEL:
+            if path is None:
+                raise ConfigError("a plan with a draft model needs --draft, its folder or a public model")
+            is_parallel = not _config_of(path).keys().isdisjoint(MASK_KEYS)
+            return cls(ModelShape.of(path, dtype), is_one_pass=is_parallel)
+        return _head(kind, path, replace(target, dtype=dtype)) if kind.can_branch else None
+
+    @property
+    def whole(self) -> ModelShape:
+        """The weights that it adds to memory, and the layers that read prompts."""
+        return self.own or self.shape
+
+    @property
+    def kv_bytes(self) -> float:
+        """Bytes of its own keys and values per token."""
+        return self.whole.kv_bytes if self.keeps_kv else 0.0
+
+
+def _without_tables(target: ModelShape, num_layers: int) -> ModelShape:
+    """Return layers like the target's, under its embedding and head."""
+    return replace(target, num_layers=num_layers, vocab_size=0)
+
+
+def _config_of(path: str | None) -> Mapping[str, Any]:
+    """Return a draft's config.json; empty for a draft that is not here."""
+    if path is None or not Path(path).expanduser().exists():
+        return {}
+    file = Path(path).expanduser()
+    return read_config(file) if file.is_dir() else read_mapping(file)
+
+
+def _head(kind: SpeculationMethod, path: str | None, target: ModelShape) -> PlannedDraft:
+    config = _config_of(path)
+    layer = config.get("transformer_layer_config") or config
+    if layer:
+        layer = {**layer, "vocab_size": config.get("draft_vocab_size") or layer.get("vocab_size")}
+        shape = ModelShape.from_config(path or kind, layer, target.dtype)
+    else:
+        dense = replace(target, num_experts=1, num_experts_per_token=1)
+        shape = replace(dense, num_layers=_USUAL_LAYERS.get(kind, 1))
+    section = {**config, **(config.get("dflash_config") or {})}
+    num_rows = section.get("block_size")
+    is_usual = kind is SpeculationMethod.DSPARK and not section.get("dspark_bonus_anchor")
+    is_anchor_drafting = bool(section.get("sample_from_anchor", is_usual))  # the first row drafts too
+    max_drafts = num_rows - (not is_anchor_drafting) if isinstance(num_rows, int) and num_rows > 1 else None
+    return PlannedDraft(replace(shape, has_tied_head=True), kind in _ONE_PASS, max_drafts=max_drafts)
+
+
+def _medusa(config: Mapping[str, Any], target: ModelShape) -> PlannedDraft:
+    """Heads have no attention: as many products of the target's width as their blocks and functions to logits."""
+    num_heads = config.get("medusa_num_heads") or config.get("num_heads") or 5  # as most published Medusas
+    num_layers = config.get("medusa_num_layers") or config.get("num_hidden_layers") or 1
+    width = num_heads * (target.vocab_size + num_layers * target.hidden_size)
+    shape = replace(target, num_layers=0, vocab_size=width, has_tied_head=True)
+    return PlannedDraft(shape, is_one_pass=True, keeps_kv=False, max_drafts=num_heads)
+
+
+def tree_nodes(acceptance: tuple[float, ...], num_nodes: int) -> list[tuple[float, int]]:
+    """Return the chance and the depth of each node of the best tree, likeliest first.
+
+    `acceptance[d]` is the chance of a first child at depth d if its parent is accepted; its siblings share the rest
+    in the proportions of `RANK_ACCEPTANCE`.
+    """
+    rest = 1.0 - RANK_ACCEPTANCE[0]
+    levels = [(chance, *((1.0 - chance) * share / rest for share in RANK_ACCEPTANCE[1:])) for chance in acceptance]
+    nodes: list[tuple[float, int]] = []
+    candidates = [(1.0, 0)]  # parents
+    for children in levels:
+        grown = [(value * chance, depth + 1) for value, depth in candidates for chance in children]
+        candidates = sorted(grown, reverse=True)[:num_nodes]
+        nodes += candidates
+    # A child is never likelier than its parent, so the best nodes are a tree; of equal ones the shallower is first.
+    return sorted(nodes, key=lambda node: (-node[0], node[1]))[:num_nodes]
 
 
 @dataclass(frozen=True, slots=True)

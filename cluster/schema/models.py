@@ -35,7 +35,7 @@ _KINDS_WITH_PATH = tuple(kind for kind in MODEL_KINDS if kind not in _OWN_WEIGHT
 _OWN_KEYS = {SpeculationMethod.SELF: {"quantization", "num_layers"}, SpeculationMethod.MTP: {"num_layers"}} | {
     SpeculationMethod(kind): {"quantization"} for kind in HeadKind if kind.has_own_layers
 }
-_KINDS = tuple(m for m in SpeculationMethod if m not in (SpeculationMethod.HYBRID, SpeculationMethod.AUTO))
+DRAFT_KINDS = tuple(m for m in SpeculationMethod if m not in (SpeculationMethod.HYBRID, SpeculationMethod.AUTO))
 
 
 class TargetSection(EngineSection):
@@ -87,7 +87,7 @@ class DraftSection(Section):
     only GPU of a target the draft is in the target's process and they take turns; otherwise it has its own process.
     """
 
-    kind: Annotated[SpeculationMethod, one_of(*_KINDS)] = SpeculationMethod.MODEL
+    kind: Annotated[SpeculationMethod, one_of(*DRAFT_KINDS)] = SpeculationMethod.MODEL
     path: str | None = None
     dtype: Annotated[ModelDtype, one_of(*ModelDtype)] = ModelDtype.AUTO
     quantization: Annotated[Quantization, one_of(*Quantization)] = Quantization.NONE

@@ -17,7 +17,7 @@ from openai import AsyncOpenAI
 from rich.table import Table
 from typer import Option
 
-from cluster.cli import check_plot, console, report, save_plot
+from cluster.cli import console, report
 from cluster.cli.server import API_KEY, URL, AnswerError, ServerUrl, finite, served_model, understood
 from protos.errors import ConfigError
 
@@ -160,11 +160,8 @@ def bench(
         float, Option(min=0.0, callback=finite, help="goodput: longest mean wait per later token")
     ] = 100.0,
     timeout_s: Annotated[float, Option(min=0.1, callback=finite, help="time-out of one request")] = 300.0,
-    plot: Annotated[Path | None, Option(help="write the distributions to this image; needs matplotlib")] = None,
 ) -> None:
     """Measure an OpenAI server: TTFT, inter-token latency, tokens per second and goodput."""
-    if plot is not None:
-        check_plot(plot)
     load = Load(
         model=served_model(url, api_key, model),
         prompts=_prompts(prompts, num_requests, prompt_words, seed),
@@ -181,8 +178,6 @@ def bench(
     console.print(_table(timings, lasted_s, ttft_ms, itl_ms, load))
     for message in sorted({timing.error for timing in timings if timing.error})[:3]:
         report(f"failed: {message}")
-    if plot is not None:
-        _plot(timings, plot)
     if all(timing.error for timing in timings):
         raise typer.Exit(1)
 
@@ -227,16 +222,3 @@ def _table(timings: Sequence[Timing], lasted_s: float, ttft_ms: float, itl_ms: f
     table.add_row("failed", str(len(timings) - len(done)))
     table.caption = f"goodput: first token within {ttft_ms:g} ms, {itl_ms:g} ms a token"
     return table
-
-
-def _plot(timings: Sequence[Timing], file: Path) -> None:
-    """Draw the cumulative distributions of times to the first token and to later tokens."""
-    from matplotlib.figure import Figure
-
-    done = [timing for timing in timings if timing.error is None]
-    figure = Figure(figsize=(8, 3.2), layout="constrained")
-    both = (("first token", [each.ttft_s for each in done]), ("per later token", [each.itl_s for each in done]))
-    for axes, (name, values) in zip(figure.subplots(1, 2), both, strict=True):
-        axes.ecdf([1000 * value for value in values])
-        axes.set(xlabel=f"{name} (ms)", ylabel="share of requests", xlim=(0, None))
-    save_plot(figure, file)

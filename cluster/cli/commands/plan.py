@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Annotated
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
 
 from rich.table import Table
 from typer import Argument, Option
 
+from cluster.checkpoints import resolve_model_path
 from cluster.cli import console, numbers_in, report
-from cluster.planning.planned_draft import PlannedModels
+from cluster.deploy_file import read_deploy_file
 from cluster.planning.replica_plan import (
     Capacity,
     Memory,
+    PlannedDraft,
     ReplicaPlan,
     SpeedUp,
     acceptance_per_position,
@@ -20,9 +23,11 @@ from cluster.planning.replica_plan import (
     capacity_of,
     memory_of,
 )
-from cluster.planning.roofline import DeviceSpec, PassCost
-from engine.config import GIB
+from cluster.planning.roofline import DeviceSpec, ModelShape, PassCost
+from cluster.schema.models import DRAFT_KINDS, DraftMode
+from engine.config import GIB, ModelDtype, Quantization
 from protos.errors import ConfigError
+from protos.messages import SpeculationMethod
 
 _Target = Annotated[str, Argument(help="a folder, a config.json, a public model such as llama-3-70b, or a deploy.yaml")]
 _Draft = Annotated[str | None, Option(help="like the target, or a head's folder; default: free drafts from the text")]
@@ -40,6 +45,77 @@ _Streams = Annotated[
     int | None, Option(min=1, max=512, help="concurrent streams per replica; default: the best number")
 ]
 _Tflops = Annotated[float | None, Option(min=0.001, help="TFLOP/s that a pass reaches, instead of the table's")]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModels:
+    """The models of a plan: options, before the keys of a deploy.yaml, before these defaults."""
+
+    target: str
+    draft_kind: SpeculationMethod
+    draft: str | None = None
+    tree_nodes: int = 0
+    gpus: int = 1
+    dtype: str = "bf16"
+    draft_dtype: str | None = None
+    max_draft_tokens: int = 8
+    num_layers: int | None = None  # of the target's own weights that draft
+    is_ahead: bool = False  # drafts are made while the target verifies
+
+    @classmethod
+    def of(cls, target: str, **options: str | int | None) -> PlannedModels:
+        """Return the models of a target, which may be a deploy.yaml; options that are None are not given.
+
+        Raises:
+            ConfigError: the file is wrong, or there is no such kind of draft.
+        """
+        found: dict[str, Any] = _deployed(target) if Path(target).suffix in (".yaml", ".yml") else {"target": target}
+        found |= {name: value for name, value in options.items() if value is not None}
+        kind = found.setdefault("draft_kind", "model" if "draft" in found else "suffix")
+        if kind not in DRAFT_KINDS:
+            raise ConfigError(f"--draft-kind {kind!r} is unknown; use one of {', '.join(DRAFT_KINDS)}")
+        return cls(**{**found, "draft_kind": SpeculationMethod(kind)})
+
+    @property
+    def target_shape(self) -> ModelShape:
+        return ModelShape.of(self.target, self.dtype)
+
+    @property
+    def planned_draft(self) -> PlannedDraft | None:
+        is_rounded = self.draft_kind is SpeculationMethod.SELF and self.num_layers is None
+        dtype = self.draft_dtype or ("int4" if is_rounded else self.dtype)
+        return PlannedDraft.of(self.draft_kind, self.draft, self.target_shape, dtype, self.num_layers)
+
+    @property
+    def num_positions(self) -> int:
+        """The most positions of a draft; without drafts 0."""
+        return 0 if self.draft_kind is SpeculationMethod.NONE else min(self.max_draft_tokens, 32)
+
+    @property
+    def description(self) -> str:
+        trees = f", trees of up to {self.tree_nodes} nodes" if self.tree_nodes else ""
+        ahead = " (mode async, planned as sync)" if self.is_ahead else ""
+        return f"{self.draft_kind}{trees}{ahead}"
+
+
+def _deployed(file: str) -> dict[str, Any]:
+    """Return the fields of `PlannedModels` that a deploy.yaml sets."""
+    config = read_deploy_file(Path(file)).config
+    target, draft, speculation = config.target, config.draft, config.speculation
+    is_narrow = target.quantization is not Quantization.NONE
+    own = draft.head.quantization if draft.head is not None else draft.quantization
+    found = {
+        "target": resolve_model_path(target.path),
+        "draft_kind": draft.kind,
+        "tree_nodes": 0 if speculation.tree is None else speculation.tree.num_nodes,
+        "gpus": target.tensor_parallel_size,
+        "dtype": str(target.quantization) if is_narrow else "float32" if target.dtype is ModelDtype.FLOAT32 else "bf16",
+        "draft_dtype": None if own is Quantization.NONE else str(own),
+        "max_draft_tokens": speculation.max_num_tokens if speculation.adaptive else speculation.num_tokens,
+        "num_layers": draft.num_layers,
+        "is_ahead": speculation.mode is DraftMode.ASYNC,
+    }
+    return found if draft.path is None else {**found, "draft": resolve_model_path(draft.path)}
 
 
 def plan(
@@ -67,17 +143,26 @@ def plan(
     A deploy.yaml gives the models, their dtype, the kind of the drafts and the limits of their shape; options go first.
     """
     device = measured_device(DeviceSpec.of(hardware), bandwidth, tflops, price)
-    given = PlannedModels(target, draft, draft_kind, tree_nodes, gpus, dtype, draft_dtype, max_draft_tokens).completed()
+    given = PlannedModels.of(
+        target,
+        draft=draft,
+        draft_kind=draft_kind,
+        tree_nodes=tree_nodes,
+        gpus=gpus,
+        dtype=dtype,
+        draft_dtype=draft_dtype,
+        max_draft_tokens=max_draft_tokens,
+    )
     chances = numbers_in(acceptance, "--acceptance", float, "give 0.7, or one per position: 0.8,0.7")
     deployment = ReplicaPlan(
         target=given.target_shape,
         draft=given.planned_draft,
         device=device,
-        num_devices=given.gpus or 1,
+        num_devices=given.gpus,
         acceptance=acceptance_per_position(chances, given.num_positions),
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
-        num_tree_nodes=given.tree_nodes or 0,
+        num_tree_nodes=given.tree_nodes,
     )
     report(
         f"{given.target} in {deployment.target.dtype} on {deployment.num_devices} x {device.name} "

@@ -16,11 +16,10 @@ from rich.table import Table
 from typer import Argument, Option
 
 from cluster.checkpoints import resolve_model_path
-from cluster.cli import check_plot, console, numbers_in, report, save_plot, write_text
+from cluster.cli import console, numbers_in, report, write_text
 from cluster.cli.deployment import BUNDLED, SetOptions, deployment_of, to_yaml
 from cluster.cli.replay_traffic import DraftTrial, TrafficRequest, TrialFigures, read_traffic, run_trial
-from cluster.planning.planned_draft import PlannedDraft
-from cluster.planning.replica_plan import ReplicaPlan, replayed_speed_up
+from cluster.planning.replica_plan import PlannedDraft, ReplicaPlan, replayed_speed_up
 from cluster.planning.roofline import DeviceSpec, ModelShape
 from protos.errors import ConfigError, RequestError, ServingError
 from protos.messages import SpeculationMethod, VerifyMode
@@ -41,7 +40,6 @@ def try_drafts(
     max_tokens: Annotated[int, Option(min=1, help="longest answer")] = 64,
     rounds: Annotated[int, Option(min=1, help="rounds over all variants; results are medians")] = 3,
     hardware: Annotated[str | None, Option(help="also predict the speed-up on this device of `outrider plan`")] = None,
-    plot: Annotated[Path | None, Option(help="draw the speed-ups to this image; needs matplotlib")] = None,
     output: Annotated[Path | None, Option(help="write the deploy.yaml to this file; default: print it")] = None,
     settings: SetOptions = None,
 ) -> None:
@@ -52,8 +50,6 @@ def try_drafts(
     names = [name.strip() for name in drafts.split(",") if name.strip()]
     chosen = tuple(settings or ())
     planned = _planner(target, names, hardware)
-    if plot is not None:
-        check_plot(plot)
     # Measure each draft in a deployment of its own.
     counts = _fitting(_numbers(streams, "--streams"), requests)
     measured: list[TrialFigures] = []
@@ -74,8 +70,6 @@ def try_drafts(
     for number in dict.fromkeys(each.num_streams for each in measured):
         console.print(_speed_table([each for each in measured if each.num_streams == number], planned))
     console.print(_acceptance_table(measured))
-    if plot is not None:
-        _plot(measured, plot)
     _conclude(target, best_choice(measured), chosen, output)
 
 
@@ -210,19 +204,3 @@ def _conclude(
         return
     write_text(output, text, "--output")
     report(f"written: {output}; outrider serve {output}")
-
-
-def _plot(measured: list[TrialFigures], file: Path) -> None:
-    from matplotlib.figure import Figure  # the extra `bench`, for this option alone
-
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    axes = figure.subplots()
-    for draft, length, verify in dict.fromkeys(map(_variant, measured)):
-        points = [each for each in measured if _variant(each) == (draft, length, verify)]
-        label = f"{Path(draft).name}, K = {length}, {verify}"
-        axes.plot([each.num_streams for each in points], [each.speedup for each in points], marker="o", label=label)
-    axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set_xlabel("requests at a time")
-    axes.set_ylabel("tokens/s over plain decoding")
-    axes.legend(fontsize=8)
-    save_plot(figure, file)

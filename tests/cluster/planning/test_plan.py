@@ -12,16 +12,18 @@ import pytest
 import yaml
 
 from cluster.cli.__main__ import main
-from cluster.planning.planned_draft import PLANNED_KINDS, PlannedDraft, tree_nodes
 from cluster.planning.replica_plan import (
+    PlannedDraft,
     ReplicaPlan,
     acceptance_per_position,
     best_speed_up,
     capacity_of,
     memory_of,
     replayed_speed_up,
+    tree_nodes,
 )
 from cluster.planning.roofline import DeviceSpec, ModelShape, pass_cost, read_table
+from cluster.schema.models import DRAFT_KINDS
 from protos.messages import SpeculationMethod
 
 ROOT = Path(__file__).parents[3]
@@ -141,7 +143,7 @@ def test_the_nodes_of_a_tree_are_the_likeliest_of_all():
     assert found[0] == (0.7, 1)
 
 
-@pytest.mark.parametrize("kind", PLANNED_KINDS)
+@pytest.mark.parametrize("kind", DRAFT_KINDS)
 def test_every_kind_of_draft_is_planned(kind: str, capsys: pytest.CaptureFixture[str]):
     draft = ["--draft", "llama-3.2-1b"] if kind == "model" else []
     assert main(["plan", "llama-3-8b", "--draft-kind", kind, *draft, "--tree-nodes", "8"]) == 0

@@ -85,19 +85,19 @@ def one_thread(max_workers: int, mp_context: object) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers)
 
 
-def test_traffic_is_replayed_and_a_deploy_file_and_a_plot_are_written(
+def test_traffic_is_replayed_and_a_deploy_file_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(try_module, "ProcessPoolExecutor", one_thread)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the trial sets it, for its child
     write_pair(tmp_path)
-    log, output, plot = tmp_path / "log.jsonl", tmp_path / "deploy.yaml", tmp_path / "speed.svg"
+    log, output = tmp_path / "log.jsonl", tmp_path / "deploy.yaml"
     requests = [{"prompt": [3, 4, 5 + index], "max_tokens": 6, "temperature": 0} for index in range(2)]
     log.write_text("\n".join(json.dumps(request) for request in requests))
     arguments = ["try", str(tmp_path / "target"), "--traffic", str(log), "--drafts", f"{tmp_path / 'draft'},self"]
     arguments += ["--lengths", "2", "--streams", "2,8", "--rounds", "1", "--set", "cache.num_blocks=64"]
     arguments += ["--set", "cache.memory_gib=null", "--set", "target.dtype=bfloat16"]
-    arguments += ["--output", str(output), "--plot", str(plot)]
+    arguments += ["--output", str(output)]
     assert main(arguments) == 0
     said = capsys.readouterr().out
     assert "streams 8 are left out" in said
@@ -107,4 +107,3 @@ def test_traffic_is_replayed_and_a_deploy_file_and_a_plot_are_written(
     assert "self-greedy-free" in said or "self: cannot be tried" in said
     args = yaml.safe_load(output.read_text())["applications"][0]["args"]
     assert args["draft"]["kind"] in {"model", "self", "none"}
-    assert "requests at a time" in plot.read_text()
