@@ -70,7 +70,8 @@ class PrefillEngine:
         """Return when the model is loaded. Raises ConfigError if it cannot be served."""
         await asyncio.to_thread(self._thread.wait_ready)
         self._reporter.on_ready()
-        self._reporting = asyncio.create_task(self._reporter.run(self), name="index-reporter")
+        reporting = self._reporter.run(lambda: self._loop.submit(AskSnapshot()), lambda: self.num_requests)
+        self._reporting = asyncio.create_task(reporting, name="index-reporter")
 
     @property
     def num_requests(self) -> int:
@@ -81,10 +82,6 @@ class PrefillEngine:
     def work(self) -> dict[str, float]:
         """The waiting work, as `IndexReporter.work`."""
         return self._reporter.work
-
-    def ask_snapshot(self) -> None:
-        """Make the engine report its whole cache."""
-        self._loop.submit(AskSnapshot())
 
     @property
     def stats(self) -> EngineStats:
@@ -251,10 +248,7 @@ class PrefillEngine:
                 self._post(chunk)
 
     def _report(self, message: Status | Snapshot) -> None:
-        if isinstance(message, Status):
-            self._call(lambda: self._reporter.on_status(message))
-        else:
-            self._call(lambda: self._reporter.on_snapshot(message))
+        self._call(lambda: self._reporter.take(message))
 
     def _post(self, event: _Event) -> None:
         self._call(lambda: self._deliver(event))

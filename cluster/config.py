@@ -17,7 +17,6 @@ from cluster.schema import REMOVED, EngineSection
 from cluster.schema.frontends import IngressSection, RouterSection, TuneSection
 from cluster.schema.models import (
     MODEL_KINDS,
-    DraftMode,
     DraftSection,
     NamedDrafts,
     SpeculationSection,
@@ -104,7 +103,7 @@ class DeployConfig(EngineSection):
                 f"speculation.steps has steps of {most} tokens, and scheduler.max_tokens_per_step is "
                 f"{self.scheduler.max_tokens_per_step}; raise it, or remove the steps"
             )
-        is_ahead = self.speculation.mode is DraftMode.ASYNC
+        is_ahead = self.speculation.is_ahead
         if is_ahead and isinstance(gpu, int) and num_ranks == 1:
             yield (
                 f"speculation.mode 'async' drafts while the target verifies, and draft.gpu {gpu} is the target's, "

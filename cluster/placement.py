@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 from actors.settings import ProcessShare
 from cluster.config import DeployConfig
-from cluster.schema.models import DraftMode
 from cluster.topology import NodeTopology
 from protos.errors import ConfigError
 
@@ -177,7 +176,7 @@ def _claim(
     num_ranks, draft_threads, num_free = config.target.tensor_parallel_size, 0, num_cores
     if num_drafts:
         draft_threads = config.draft.num_threads or max(1, num_cores // 4)
-        num_free = num_cores - num_drafts * draft_threads + (0 if _is_side_by_side(config) else 1)
+        num_free = num_cores - num_drafts * draft_threads + (0 if config.speculation.is_ahead else 1)
     target_threads = config.target.num_threads or max(1, num_free // num_ranks)
     scale = min(1.0, share / (target_threads * num_ranks + num_drafts * draft_threads))
     target_cpus, draft_cpus = (_hundredths(scale * each) for each in (target_threads * num_ranks, draft_threads))
@@ -234,12 +233,7 @@ def _wanted_gpus(config: DeployConfig, is_one_process: bool = False) -> tuple[in
 
 def _needs_own_gpu(config: DeployConfig) -> bool:
     """True if the draft needs its own GPU: side by side with a target of one rank it cannot share the process."""
-    return _is_side_by_side(config) and config.target.tensor_parallel_size == 1
-
-
-def _is_side_by_side(config: DeployConfig) -> bool:
-    """True if a target and its draft models compute at the same time, not in turn."""
-    return config.speculation.mode is DraftMode.ASYNC
+    return config.speculation.is_ahead and config.target.tensor_parallel_size == 1
 
 
 def _check_links(num_ranks: int, topology: NodeTopology) -> None:

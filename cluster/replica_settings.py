@@ -17,7 +17,6 @@ from actors.settings import (
 from cluster.checkpoints import gpu_weight_bytes, resolve_model_path
 from cluster.config import DeployConfig
 from cluster.placement import PairPlacement
-from cluster.schema.models import DraftMode
 from cluster.schema.replicas import CacheSection
 from engine.config import (
     CacheConfig,
@@ -169,8 +168,7 @@ def _draft_settings(config: DeployConfig, placement: PairPlacement) -> Iterator[
         )
         cache = draft_cache_config(config.cache, next(parts))
         name = method if method in config.drafts else ""
-        is_ahead = config.speculation.mode is DraftMode.ASYNC
-        yield DraftSettings(SpeculationMethod.MODEL, model, cache, is_ahead, name)
+        yield DraftSettings(SpeculationMethod.MODEL, model, cache, config.speculation.is_ahead, name)
 
 
 def _draft_parts(config: DeployConfig, placement: PairPlacement) -> list[float | None]:

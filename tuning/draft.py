@@ -1,10 +1,9 @@
-"""The base of drafts that can be tuned: loaded from a folder, and written in the same format."""
+"""Draft models that can be tuned: loaded from a folder, and written in the same format."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -17,32 +16,6 @@ from tuning.student import LanguageModel, Student
 
 _COPIED = (".json", ".jinja", ".txt", ".model")
 _OF_WEIGHTS = (".index.json", "training.json", "tuning.json")  # files of weights and reports, which are written new
-
-
-class TunableDraft(ABC):
-    """The present draft, the start of every training."""
-
-    def __init__(self, path: Path, device: torch.device) -> None:
-        self.path = path
-        self._device = device
-
-    @abstractmethod
-    def load(self) -> Student:
-        """Return the draft in float32, on the device."""
-
-    @abstractmethod
-    def rounded(self, student: Student) -> Student:
-        """Round the weights to those that `write` would write, and return the draft."""
-
-    @abstractmethod
-    def write(self, student: Student, folder: Path, report: dict[str, Any]) -> None:
-        """Write the draft with the present one's configuration and `tuning.json`, whole or not at all.
-
-        Args:
-            student: its weights are rounded to the present draft's dtypes.
-            folder: must not exist; its parent must.
-            report: the content of tuning.json.
-        """
 
 
 def partial_of(folder: Path) -> Path:
@@ -65,7 +38,7 @@ def rename_whole(partial: Path, folder: Path, report: dict[str, Any]) -> None:
     partial.rename(folder)
 
 
-class DraftFolder(TunableDraft):
+class DraftFolder:
     """The folder of a draft model that shares its target's vocabulary.
 
     Raises:
@@ -73,7 +46,7 @@ class DraftFolder(TunableDraft):
     """
 
     def __init__(self, path: Path, target: str, device: torch.device) -> None:
-        super().__init__(path, device)
+        self.path, self._device = path, device
         if not (path / "config.json").is_file():
             raise ConfigError(f"--draft {path} has no config.json; give the folder of a draft model")
         try:
@@ -99,7 +72,13 @@ class DraftFolder(TunableDraft):
         return student
 
     def write(self, student: Student, folder: Path, report: dict[str, Any]) -> None:
-        """Write the model with the draft's configuration and tokenizer and `tuning.json`, whole or not at all."""
+        """Write the model with the draft's configuration and tokenizer and `tuning.json`, whole or not at all.
+
+        Args:
+            student: its weights are rounded to the present draft's dtypes.
+            folder: must not exist; its parent must.
+            report: the content of tuning.json.
+        """
         partial, model = partial_of(folder), student.model.to(self._dtype)
         model.save_pretrained(partial)  # type: ignore[operator]  # of transformers' models
         copy_files(self.path, partial)

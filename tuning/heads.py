@@ -29,7 +29,7 @@ from engine.model.draft_heads.checkpoint import read_config, read_tensors
 from engine.model.draft_heads.published import HeadFormat, TargetShape
 from engine.model.loader import load_model
 from protos.errors import ConfigError
-from tuning.draft import TunableDraft, copy_files, partial_of, rename_whole
+from tuning.draft import DraftFolder, copy_files, partial_of, rename_whole
 from tuning.log_windows import Window
 from tuning.student import BlockStudent, Eagle3Student, Student, TrainableMedusaHeads
 
@@ -211,7 +211,7 @@ def _is_medusa(config: dict[str, Any]) -> bool:
     return config.get("model_type") == "medusa" or "medusa_num_heads" in config
 
 
-class HeadFolder(TunableDraft):
+class HeadFolder:
     """The folder of heads in a layout that `_unknown` lists. `states` is a folder for the target's states of texts.
 
     Raises:
@@ -219,7 +219,7 @@ class HeadFolder(TunableDraft):
     """
 
     def __init__(self, path: Path, target: str, device: torch.device, states: Path | None = None) -> None:
-        super().__init__(path, device)
+        self.path, self._device = path, device
         self._config = read_config(path)
         self._tensors = read_tensors(path)
         self._reader = load_reader(target, device, states or path.parent)
@@ -311,6 +311,9 @@ class HeadFolder(TunableDraft):
             "heads in the original layout without further norms, Medusa heads with the target's own matrix to the "
             "vocabulary, as models.training.train_heads writes both, and DSpark heads as --draft dspark makes them"
         )
+
+
+TunableDraft = DraftFolder | HeadFolder  # the present draft, the start of every training
 
 
 def load_reader(target: str, device: torch.device, folder: Path) -> Reader:

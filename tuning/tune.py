@@ -21,8 +21,8 @@ from engine.model.draft_heads.checkpoint import read_config
 from engine.model.loader import model_version
 from engine.position_log.shard import LoggedModel, LoggedRequest
 from protos.errors import ConfigError
-from tuning.draft import DraftFolder, TunableDraft
-from tuning.heads import HeadFolder, holds_heads
+from tuning.draft import DraftFolder
+from tuning.heads import HeadFolder, TunableDraft, holds_heads
 from tuning.log_windows import Log, log_end, read_log, wait_for_positions, windows_of
 from tuning.new_head import write_new_head
 from tuning.rollouts import write_rollouts
@@ -34,6 +34,7 @@ _LONG_SHARE = 0.6  # share for the long one; the rest is for measuring
 
 OnProgress = Callable[[str, float], None]  # the run, and the share of all training that is done
 Report = Callable[[str], None]
+Scored = tuple[Score, TrainingRun]  # of a trained draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +58,6 @@ class TuneSettings:
     num_steps: int | None = None
     rollouts: float | None = None
     num_fresh: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """A trained draft's score; `run` is None for the unchanged draft."""
-
-    score: Score
-    run: TrainingRun | None = None
 
 
 class Workplace:
@@ -132,9 +125,9 @@ def tune(settings: TuneSettings, report: Report, on_progress: OnProgress) -> boo
             write_new_head(folder, settings.target, log.training)
         draft = draft_of(replace(settings, draft=folder), device)
     # Score the present draft: a new one must be better on the held-out requests.
-    before = Scored(score_draft(draft.load(), log.held_out, settings.num_tokens))
-    report(f"{log.num_positions} positions; {before.score.num_positions} are for measurement only")
-    report(_line("the present draft", before.score))
+    before = score_draft(draft.load(), log.held_out, settings.num_tokens)
+    report(f"{log.num_positions} positions; {before.num_positions} are for measurement only")
+    report(_line("the present draft", before))
     # Let the target write more text for a share of the minutes.
     share = _rollouts_share(settings)
     written = _write_more(settings, share, log, workplace, report, on_progress) if share else []
@@ -151,14 +144,15 @@ def tune(settings: TuneSettings, report: Report, on_progress: OnProgress) -> boo
         report,
         lambda name, progress: on_progress(name, share + (1 - share) * progress),
     ).run()
-    best = max([before, *scored], key=lambda each: each.score.tokens_per_pass)
-    model = None if best.run is None else best.run.trained()
+    after, run = max(scored, key=_tokens_per_pass, default=(before, None))
     # A smaller gain may be chance.
-    if model is None or best.score.tokens_per_pass < 1.01 * before.score.tokens_per_pass:
+    is_better = after.tokens_per_pass >= 1.01 * before.tokens_per_pass
+    model = run.trained() if run is not None and is_better else None
+    if run is None or model is None:
         report("no training has made a draft that is better on this traffic; nothing is written")
     else:
-        draft.write(model, settings.output, _figures(settings, log, before, best))
-        report(_line("the best draft", best.score))
+        draft.write(model, settings.output, _figures(settings, log, before, after, run))
+        report(_line("the best draft", after))
     workplace.remove()
     return settings.output.exists()
 
@@ -212,17 +206,20 @@ def _logged_model(target: str) -> LoggedModel:
         raise ConfigError(f"--target {target} is not a model, so its log cannot be identified: {error}") from error
 
 
-def _figures(settings: TuneSettings, log: Log, before: Scored, after: Scored) -> dict[str, Any]:
+def _tokens_per_pass(scored: Scored) -> float:
+    return scored[0].tokens_per_pass
+
+
+def _figures(settings: TuneSettings, log: Log, before: Score, after: Score, run: TrainingRun) -> dict[str, Any]:
     """Return the content of tuning.json."""
-    assert after.run is not None
     return {
         "draft": str(settings.draft),
         "log": str(settings.log),
         "num_positions": log.num_positions,
         "num_tokens": settings.num_tokens,
-        "before": asdict(before.score),
-        "after": asdict(after.score),
-        "training": {**asdict(after.run.candidate), "num_steps": after.run.num_steps},
+        "before": asdict(before),
+        "after": asdict(after),
+        "training": {**asdict(run.candidate), "num_steps": run.num_steps},
     }
 
 
@@ -260,9 +257,8 @@ class _Tuning:
         return [*trials, *self._scored([next(begun, None) or self._long_of(trials)])]
 
     def _long_of(self, trials: Sequence[Scored]) -> TrainingRun:
-        best = max(trials, key=lambda each: each.score.tokens_per_pass).run
-        assert best is not None
-        return self._run(best.candidate.learning_rate, best.candidate.seed, _LONG_SHARE)
+        best = max(trials, key=_tokens_per_pass)[1].candidate
+        return self._run(best.learning_rate, best.seed, _LONG_SHARE)
 
     def _run(self, rate: float, seed: int, share: float) -> TrainingRun:
         settings = self._settings
@@ -281,8 +277,9 @@ class _Tuning:
             if model is None:
                 self._report(f"{run.candidate.name}: dropped after {run.num_steps} steps, its loss is not a number")
                 continue
-            scored.append(Scored(score_draft(model, self._log.held_out, self._settings.num_tokens), run))
-            self._report(_line(f"{run.candidate.name}: {run.num_steps} steps", scored[-1].score))
+            score = score_draft(model, self._log.held_out, self._settings.num_tokens)
+            scored.append((score, run))
+            self._report(_line(f"{run.candidate.name}: {run.num_steps} steps", score))
         return scored
 
     def _train(self, run: TrainingRun) -> None:

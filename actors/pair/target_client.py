@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from actors.shell_messages import (
     TargetReady,
     TargetToShell,
 )
-from actors.target.index_reporter import TargetListener
+from actors.target.index_reporter import TargetEvent
 from engine.accounting.goodput import GoodputStats
 from protos.errors import DeadlineExceededError, EngineLostError, ModelChangedError, RequestError, UnavailableError
 from protos.frames import ConnectionLostError, FrameCodec
@@ -45,15 +46,15 @@ PONG_TIMEOUT_S = 10.0  # for a target's answer to a ping, and its greeting; a ta
 class TargetClient:
     """Connects whenever a target listens at `path`. Without a target every request fails at once.
 
-    `card` describes the last target that greeted. `feeds` are the connections to ingresses. `task` runs until
+    `on_event` is called with each greeting, report and loss of a target. `card` describes the last target that greeted. `feeds` are the connections to ingresses. `task` runs until
     `close`.
     """
 
-    def __init__(self, path: Path, listener: TargetListener) -> None:
+    def __init__(self, path: Path, on_event: Callable[[TargetEvent], None] = lambda _: None) -> None:
         self.card: ModelCard | None = None
         self.feeds = TokenFeeds()
         self._path = path
-        self._listener = listener
+        self._on_event = on_event
         self._writer: asyncio.StreamWriter | None = None
         self._is_ready = asyncio.Event()
         self._streams: dict[str, TokenStream] = {}
@@ -110,7 +111,7 @@ class TargetClient:
             self._send(Abort(request_id))
 
     def ask_snapshot(self) -> None:
-        """Request the whole prefix cache, which the listener receives. Does nothing without a target."""
+        """Request the whole prefix cache, which comes as an event. Does nothing without a target."""
         if self.is_connected:
             self._send(AskSnapshot())
 
@@ -185,11 +186,9 @@ class TargetClient:
             case TargetReady(card):
                 self.card = card
                 self._is_ready.set()
-                self._listener.on_ready()
-            case Status():
-                self._listener.on_status(message)
-            case Snapshot():
-                self._listener.on_snapshot(message)
+                self._on_event(message)
+            case Status() | Snapshot():
+                self._on_event(message)
 
     def _answer(self, answer: HeadAnswer) -> None:
         order = self._orders.get(answer.order_id)
@@ -212,7 +211,7 @@ class TargetClient:
 
     def _disconnect(self) -> None:
         if self.is_connected:
-            self._listener.on_lost()
+            self._on_event(None)
         self._is_ready.clear()
         if self._writer is not None:
             self._writer.close()

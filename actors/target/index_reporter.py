@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
-from actors.shell_messages import Snapshot, Status
+from actors.shell_messages import Snapshot, Status, TargetReady
 from engine.accounting.engine_stats import EngineStats
 from protos.block_keys import CacheDelta, WorkerLoad, WorkerReport
 from protos.errors import UnavailableError
@@ -34,30 +34,12 @@ class ReportSink(Protocol):
         """
 
 
-class TargetConnection(Protocol):
-    """The part of a `TargetClient` that the reporter needs."""
-
-    @property
-    def num_requests(self) -> int: ...
-
-    def ask_snapshot(self) -> None: ...
+# What a target tells the shell, in this order after each greeting; None for the loss of the target and its cache. After
+# a lost connection the same target may greet again.
+TargetEvent = TargetReady | Status | Snapshot | None
 
 
-class TargetListener:
-    """Receives the target's events on the shell's event loop, in this order after each greeting; ignores them."""
-
-    def on_ready(self) -> None:
-        """Handle a target's greeting. After a lost connection it may be the same target."""
-
-    def on_status(self, status: Status) -> None: ...
-
-    def on_snapshot(self, snapshot: Snapshot) -> None: ...
-
-    def on_lost(self) -> None:
-        """Handle the loss of the target and its cache."""
-
-
-class IndexReporter(TargetListener):
+class IndexReporter:
     """Collects the messages of a `TargetClient` and sends one report at a time. No caller waits for it.
 
     It requests a snapshot when the target greets, and whenever the index missed a report or was restarted. Statuses
@@ -80,6 +62,18 @@ class IndexReporter(TargetListener):
         self._news = asyncio.Event()
         self._is_urgent = asyncio.Event()
 
+    def take(self, event: TargetEvent) -> None:
+        """Take in an event of the target."""
+        match event:
+            case Status():
+                self._on_status(event)
+            case Snapshot():
+                self._on_snapshot(event)
+            case TargetReady():
+                self.on_ready()
+            case None:
+                self._on_lost()
+
     def on_ready(self) -> None:
         """Start an epoch with a target that has greeted. Its cache is unknown until its snapshot arrives."""
         self._epoch, self._sequence = self._epoch + 1, 0
@@ -88,19 +82,19 @@ class IndexReporter(TargetListener):
         self._start_over()
         self._hurry()
 
-    def on_status(self, status: Status) -> None:
+    def _on_status(self, status: Status) -> None:
         self._load = self._make_load(status.measured_at_s, status.engine)
         if status.cache and not self._is_awaiting_snapshot:
             self._deltas.append(status.cache)
         self._news.set()
 
-    def on_snapshot(self, snapshot: Snapshot) -> None:
+    def _on_snapshot(self, snapshot: Snapshot) -> None:
         self._deltas = []
         self._snapshot = snapshot.keys
         self._is_awaiting_snapshot = False
         self._hurry()
 
-    def on_lost(self) -> None:
+    def _on_lost(self) -> None:
         """Report at once that the cache is gone and the pair does not serve."""
         self._is_serving = False
         self._is_awaiting_snapshot = self._wants_snapshot = False
@@ -117,16 +111,21 @@ class IndexReporter(TargetListener):
         is_decoding = load.running_decode_tokens > 0 and load.decode_tokens_per_s > 0
         return {"queued_prefill_s": queued_s, "token_s": 1 / load.decode_tokens_per_s if is_decoding else 0.0}
 
-    async def run(self, target: TargetConnection) -> None:
-        """Report until cancelled: on news, at intervals of at least 0.2 s, and once a second without news."""
+    async def run(self, ask_snapshot: Callable[[], None], num_requests: Callable[[], int]) -> None:
+        """Report until cancelled: on news, at intervals of at least 0.2 s, and once a second without news.
+
+        Args:
+            ask_snapshot: makes the target send a `Snapshot`.
+            num_requests: returns the requests that the target has.
+        """
         while True:
             if self._wants_snapshot:
                 self._wants_snapshot = False
-                target.ask_snapshot()
+                ask_snapshot()
             await _wait(self._news, _HEARTBEAT_S)
             self._news.clear()
             self._is_urgent.clear()
-            await self._report(is_quiet=target.num_requests == 0)
+            await self._report(is_quiet=num_requests() == 0)
             await _wait(self._is_urgent, _INTERVAL_S)
 
     def _start_over(self) -> None:

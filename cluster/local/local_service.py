@@ -19,13 +19,11 @@ from actors.process.actor_thread import ActorThread, quick_imports
 from actors.process.frames import private_folder
 from actors.settings import PairSettings
 from actors.shell_messages import TARGET_SOCKET
-from actors.target.index_reporter import TargetListener
 from cluster.config import DeployConfig
 from cluster.placement import NodeResources, plan_pair
 from cluster.replica_settings import ingress_config, pair_settings
 from cluster.schema import Section
 from cluster.schema.frontends import RouterSection
-from cluster.schema.models import DraftMode
 from cluster.schema.replicas import PrefillSection
 from cluster.topology import read_topology
 from engine.model.checkpoint.weight_files import begin_digests
@@ -63,7 +61,7 @@ def _obstacles(config: DeployConfig) -> Iterator[str]:
         yield "draft.gpu is 'own'"
     if config.tune.auto:
         yield "tune.auto is true"
-    if config.speculation.mode is DraftMode.ASYNC:
+    if config.speculation.is_ahead:
         yield "speculation.mode is 'async'"
 
 
@@ -133,7 +131,7 @@ class LocalPair(PairShell):
 
         thread = ActorThread("Target", partial(serve_target, self._settings, self._folder, None))
         await asyncio.to_thread(thread.wait_ready)
-        self._client = TargetClient(self._folder / TARGET_SOCKET, TargetListener())
+        self._client = TargetClient(self._folder / TARGET_SOCKET)
         await self._client.wait_connected()
         if drafts := await self._head_draft("0"):
             self._drafts = PairDrafts(drafts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from enum import StrEnum
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -147,13 +146,6 @@ def quoted(kinds: tuple[SpeculationMethod, ...]) -> str:
     return " or ".join(f"'{kind}'" for kind in kinds)
 
 
-class DraftMode(StrEnum):
-    """When a draft model drafts."""
-
-    SYNC = "sync"  # after the target has committed; the target waits
-    ASYNC = "async"  # while the target verifies
-
-
 class TreeSection(EngineSection):
     """Draft trees of up to `num_nodes` nodes: the likeliest ones of each pass.
 
@@ -221,13 +213,18 @@ class SpeculationSection(Section):
 
     num_tokens: int = 4
     max_num_tokens: int = 16
-    mode: Annotated[DraftMode, one_of(*DraftMode)] = DraftMode.SYNC
+    mode: Annotated[Literal["sync", "async"], one_of("sync", "async")] = "sync"
     verify: Annotated[VerifyMode, one_of(*VerifyMode)] = VerifyMode.COUPLED
     method: _Method | None = None
     adaptive: bool = True
     target_itl_ms: float | None = Field(default=None, gt=0, strict=False)
     tree: TreeSection | None = None
     steps: StepsSection | None = None
+
+    @property
+    def is_ahead(self) -> bool:
+        """True if a draft model drafts while the target verifies, and not in turn with it."""
+        return self.mode == "async"
 
     def to_engine(self, methods: tuple[str, ...]) -> SpeculationConfig:
         """Return the speculation of an engine that offers `methods`, the default first."""
@@ -240,7 +237,7 @@ class SpeculationSection(Section):
             self.adaptive,
             None if self.steps is None else self.steps.to_engine(),
             None if self.target_itl_ms is None else self.target_itl_ms / 1000,
-            self.mode is DraftMode.ASYNC,
+            self.is_ahead,
         )
 
     def conflicts(self) -> Iterator[str]:

@@ -1,12 +1,12 @@
-"""A `TargetListener` for tests."""
+"""Events of a target, for tests."""
 
 from __future__ import annotations
 
 from actors.shell_messages import Snapshot, Status
-from actors.target.index_reporter import TargetListener
+from actors.target.index_reporter import TargetEvent
 
 
-class TargetEvents(TargetListener):
+class TargetEvents:
     """Records the events of a target."""
 
     def __init__(self) -> None:
@@ -14,14 +14,11 @@ class TargetEvents(TargetListener):
         self.snapshots: list[bytes] = []
         self.numbers_running: list[int] = []
 
-    def on_ready(self) -> None:
-        self.changes.append("ready")
-
-    def on_status(self, status: Status) -> None:
-        self.numbers_running.append(status.engine.num_running)
-
-    def on_snapshot(self, snapshot: Snapshot) -> None:
-        self.snapshots.append(snapshot.keys)
-
-    def on_lost(self) -> None:
-        self.changes.append("lost")
+    def __call__(self, event: TargetEvent) -> None:
+        match event:
+            case Status():
+                self.numbers_running.append(event.engine.num_running)
+            case Snapshot():
+                self.snapshots.append(event.keys)
+            case _:
+                self.changes.append("lost" if event is None else "ready")

@@ -24,7 +24,7 @@ from cluster.planning.replica_plan import (
     memory_of,
 )
 from cluster.planning.roofline import DeviceSpec, ModelShape, PassCost
-from cluster.schema.models import DRAFT_KINDS, DraftMode
+from cluster.schema.models import DRAFT_KINDS
 from engine.config import GIB, ModelDtype, Quantization
 from protos.errors import ConfigError
 from protos.messages import SpeculationMethod
@@ -113,7 +113,7 @@ def _deployed(file: str) -> dict[str, Any]:
         "draft_dtype": None if own is Quantization.NONE else str(own),
         "max_draft_tokens": speculation.max_num_tokens if speculation.adaptive else speculation.num_tokens,
         "num_layers": draft.num_layers,
-        "is_ahead": speculation.mode is DraftMode.ASYNC,
+        "is_ahead": speculation.is_ahead,
     }
     return found if draft.path is None else {**found, "draft": resolve_model_path(draft.path)}
 

@@ -134,7 +134,7 @@ def target(folder: Path) -> Iterator[Target]:
 
 @pytest.fixture
 async def client(folder: Path) -> AsyncIterator[TargetClient]:
-    line = TargetClient(folder / "target.sock", TargetEvents())
+    line = TargetClient(folder / "target.sock")
     yield line
     await line.close()
 
@@ -342,7 +342,7 @@ async def test_a_fenced_target_loses_its_streams(target, client):
 
 
 async def test_requests_of_a_shell_that_leaves_are_aborted(folder, target):
-    client = TargetClient(folder / "target.sock", TargetEvents())
+    client = TargetClient(folder / "target.sock")
     await client.wait_connected(TIMEOUT_S)
     target.engine.step_s = 0.005
     client.add(request(max_tokens=10_000))

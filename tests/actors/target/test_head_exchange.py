@@ -28,7 +28,6 @@ from engine.engine_core.loading import load_engine
 from protos.errors import RequestError
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod
 from protos.served_model import CanaryOutcome, CheckDraft, DraftReport, SwapDraft
-from tests.actors.target_events import TargetEvents
 from tests.engine.fixtures.checkpoints import write_checkpoint
 from tests.engine.fixtures.heads.block_heads import BlockShape, block_tensors, write_block_head
 from tests.engine.fixtures.heads.eagle3_fixtures import head_tensors, write_original
@@ -143,7 +142,7 @@ class RestartedTarget:
     def __init__(self, pair: PairSettings) -> None:
         self._pair, self._folder = pair, private_folder()
         self._process: BaseProcess | None = None
-        self.client = TargetClient(self._folder / TARGET_SOCKET, TargetEvents())
+        self.client = TargetClient(self._folder / TARGET_SOCKET)
         self.head = TargetHead(self.client)
 
     async def start(self) -> RunningHead:

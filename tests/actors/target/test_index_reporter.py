@@ -61,16 +61,16 @@ class FakeTarget:
 
     def die(self) -> None:
         self.keys = []
-        self.reporter.on_lost()
+        self.reporter.take(None)
 
     def store(self, *keys: bytes) -> None:
         self.keys += keys
         stats = EngineStats(1, 0, 70, 30, 8, 0, 0, 0, 0, DraftStats(), StepTimes(), 500.0)
-        self.reporter.on_status(Status(90.0, stats, CacheDelta(join_keys(keys))))
+        self.reporter.take(Status(90.0, stats, CacheDelta(join_keys(keys))))
 
     def ask_snapshot(self) -> None:
         self.num_snapshots += 1
-        asyncio.get_running_loop().call_soon(self.reporter.on_snapshot, Snapshot(join_keys(self.keys)))
+        asyncio.get_running_loop().call_soon(self.reporter.take, Snapshot(join_keys(self.keys)))
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +84,7 @@ async def running() -> AsyncIterator[tuple[RecordingIndex, FakeTarget]]:
     index = RecordingIndex()
     reporter = IndexReporter("w", index, clock=lambda: 100.0)
     target = FakeTarget(reporter)
-    task = asyncio.create_task(reporter.run(target))
+    task = asyncio.create_task(reporter.run(target.ask_snapshot, lambda: target.num_requests))
     target.start()
     try:
         yield index, target
@@ -180,7 +180,7 @@ async def test_a_pair_without_news_still_reports():
 async def test_an_idle_pairs_load_is_always_fresh_and_a_busy_ones_ages():
     async with running() as (index, target):
         idle = EngineStats(0, 0, 0, 0, 8, 0, 0, 0, 0, DraftStats(), StepTimes())
-        target.reporter.on_status(Status(40.0, idle, CacheDelta()))
+        target.reporter.take(Status(40.0, idle, CacheDelta()))
         await until(lambda: bool(index.reports) and index.reports[-1].load_age_s == 60.0)  # a request is on its way
         target.num_requests = 0
         await until(lambda: index.reports[-1].load_age_s == 0.0)
@@ -192,7 +192,7 @@ def test_work_is_queued_prompts_in_seconds_and_the_time_of_a_running_token():
     reporter = IndexReporter("w", RecordingIndex())
     assert reporter.work == {"queued_prefill_s": 0.0, "token_s": 0.0}
     stats = EngineStats(1, 0, 70, 30, 8, 0, 0, 0, 0, DraftStats(), StepTimes(), 500.0, 0.0, 40.0)
-    reporter.on_status(Status(90.0, stats, CacheDelta()))
+    reporter.take(Status(90.0, stats, CacheDelta()))
     assert reporter.work == {"queued_prefill_s": 0.14, "token_s": 0.025}
-    reporter.on_status(Status(91.0, replace(stats, num_running_decode_tokens=0), CacheDelta()))
+    reporter.take(Status(91.0, replace(stats, num_running_decode_tokens=0), CacheDelta()))
     assert reporter.work["token_s"] == 0.0

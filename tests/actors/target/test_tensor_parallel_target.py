@@ -16,7 +16,6 @@ from engine.config import CacheConfig, EngineConfig, ModelConfig, SpeculationCon
 from engine.engine_core.loading import load_engine
 from protos.errors import UnavailableError
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod
-from tests.actors.target_events import TargetEvents
 from tests.engine.fixtures.checkpoints import write_checkpoint
 
 REQUEST = GenerateRequest("a", (5, 6, 7, 5, 6, 7), SamplingParams(temperature=0.7, seed=3, max_tokens=40))
@@ -58,7 +57,7 @@ async def test_two_ranks_serve_the_texts_of_one_and_die_together(tmp_path: Path)
     )
     target.start()
     try:
-        client = TargetClient(folder / TARGET_SOCKET, TargetEvents())
+        client = TargetClient(folder / TARGET_SOCKET)
         await client.wait_connected(START_TIMEOUT_S)
         assert await generate(client, REQUEST) == expected
 
