@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from protos.errors import GrammarError
 from protos.messages import FinishReason, GenerateRequest, StepStats, TokenChunk, TokenSource
@@ -29,16 +28,9 @@ if TYPE_CHECKING:
     from router.generation.response_template import ResponseReader
 
 Item = TypeVar("Item")
-Item_co = TypeVar("Item_co", covariant=True)
 
 
-class ClosableStream(AsyncIterable[Item_co], Protocol[Item_co]):
-    """An asynchronous iterable that can be closed early, as async generators can."""
-
-    async def aclose(self) -> None: ...
-
-
-async def fan_in(streams: Sequence[ClosableStream[Item]]) -> AsyncGenerator[Item, None]:
+async def fan_in(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[Item, None]:
     """Yield the items of all streams as they come. The first error ends all of them; closing closes all of them."""
     # A client that reads slowly holds the streams back, not the memory.
     queue: asyncio.Queue[Item | Exception | None] = asyncio.Queue(64)  # None or an error ends a stream
@@ -75,7 +67,7 @@ async def following(stream: AsyncGenerator[Item, None], may_begin: asyncio.Event
             yield item
 
 
-async def _pump(stream: ClosableStream[Item], queue: asyncio.Queue[Item | Exception | None]) -> None:
+async def _pump(stream: AsyncGenerator[Item, None], queue: asyncio.Queue[Item | Exception | None]) -> None:
     async with aclosing(stream):
         try:
             async for item in stream:
@@ -86,61 +78,10 @@ async def _pump(stream: ClosableStream[Item], queue: asyncio.Queue[Item | Except
             await queue.put(None)
 
 
-@dataclass
-class ChoiceStream:
-    """The deltas of one choice. Iteration ends, and with it the pair's work, at a finish reason or a stop string."""
-
-    index: int  # among the choices of the generation
-    batches: AsyncGenerator[Sequence[TokenChunk], None]  # the pair's stream; closed with this one
-    text: ChoiceText
-    echo: Delta | None  # the prompt, until it has been sent
-    reader: ToolCallParser | ResponseReader | None  # of calls; None where the model may call no tools
-    meter: UsageMeter
-    clock: TokenClock
-    has_prompt_logprobs: bool = False
-    receipt: OpenReceipt | None = None
-    _pending: deque[Delta] = field(default_factory=deque)  # read, and not yet passed on
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Delta:
-        """Return the delta of the next batch, skipping batches that add nothing."""
-        while not self._pending and not self.text.is_finished:
-            try:
-                batch = await anext(self.batches)
-            except GrammarError:
-                self.clock.end(FinishReason.GRAMMAR.value)
-                raise
-            self._pending.extend(self._read(batch))
-        if not self._pending:
-            raise StopAsyncIteration
-        return self._pending.popleft()
-
-    async def aclose(self) -> None:
-        """End the pair's work on this choice."""
-        await self.batches.aclose()
-
-    def _read(self, batch: Sequence[TokenChunk]) -> list[Delta]:
-        chunks = batch if self.text.thinks_once else [each for chunk in batch for each in _one_by_one(chunk)]
-        gained = [self.text.feed(chunk) for chunk in chunks if not self.text.is_finished]
-        if not gained:
-            return []
-        self.meter.record(self.index, gained, batch)
-        if self.receipt is not None:
-            self.receipt.record(self.index, [token_id for delta in gained for token_id in delta.token_ids])
-        self.clock.tick(sum(len(delta.token_ids) for delta in gained))
-        if (reason := gained[-1].finish_reason) is not None:
-            self.clock.end(reason.value, batch[-1].speculation)
-        if self.echo is not None:
-            gained.insert(0, _with_logprobs(self.echo, batch[0]))
-            self.echo = None
-        deltas = [join_deltas(gained)] if self.text.thinks_once else list(runs_of(gained))
-        if self.has_prompt_logprobs:
-            deltas[0] = replace(deltas[0], prompt_logprobs=(None, *batch[0].prompt_logprobs))
-            self.has_prompt_logprobs = False
-        reader = self.reader
-        return deltas if reader is None else [part for delta in deltas for part in reader.read(delta)]
+def _fed(text: ChoiceText, batch: Sequence[TokenChunk]) -> list[Delta]:
+    """Return the deltas of a batch, up to the end of the text."""
+    chunks = batch if text.thinks_once else [each for chunk in batch for each in _one_by_one(chunk)]
+    return [text.feed(chunk) for chunk in chunks if not text.is_finished]
 
 
 def _one_by_one(chunk: TokenChunk) -> Iterator[TokenChunk]:
@@ -174,21 +115,6 @@ def echo_delta(index: int, request: GenerateRequest, params: GenerateParams, tok
     )
 
 
-def _with_logprobs(echo: Delta, first_chunk: TokenChunk) -> Delta:
-    """Add the prompt's logprobs, which the first chunk carries; the first token has none."""
-    logprobs = (None, *first_chunk.prompt_logprobs) if echo.text_offsets else ()
-    return replace(echo, logprobs=logprobs)
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """The model and fingerprint that an answer names; `receipt` is None unless the client wants one."""
-
-    model_id: str
-    system_fingerprint: str
-    receipt: OpenReceipt | None = None
-
-
 class Generation:
     """The choices of one client request: run once, read as deltas or in full."""
 
@@ -200,18 +126,19 @@ class Generation:
         open_stream: OpenStream,
         tokenizer: Tokenizer,
         metrics: IngressMetrics,
-        origin: Origin,
+        system_fingerprint: str,
+        receipt: OpenReceipt | None = None,
         answers: ToolFormat | Callable[[str, Mapping[str, object]], ResponseReader] | None = None,
     ) -> None:
         """`answers` is the format of the model's calls, or makes a reader of its whole answers."""
         self.id = params.request_id
         self.fields = params.fields
-        self.model_id = origin.model_id
+        self.model_id = params.model_id
         self.num_choices = len(requests)
-        self.system_fingerprint = origin.system_fingerprint
+        self.system_fingerprint = system_fingerprint
         self.created_s = int(time.time())
         self._params = params
-        self._receipt = origin.receipt
+        self._receipt = receipt
         self._requests = requests
         self._open_stream = open_stream
         self._tokenizer = tokenizer
@@ -242,7 +169,7 @@ class Generation:
         """Return the prompt of a choice."""
         return tuple(self._requests[index].prompt_token_ids)
 
-    def deltas(self) -> ClosableStream[Delta]:
+    def deltas(self) -> AsyncGenerator[Delta, None]:
         """Return the deltas of all choices, which run at once. Closing the stream aborts the unfinished ones."""
         is_admitted = asyncio.Event()
         choices = [self._choice(index, request, is_admitted) for index, request in enumerate(self._requests)]
@@ -256,32 +183,65 @@ class Generation:
                 gained[delta.index].append(delta)
         return gained
 
-    def _choice(self, index: int, request: GenerateRequest, is_admitted: asyncio.Event) -> ChoiceStream:
+    async def _choice(
+        self, index: int, request: GenerateRequest, is_admitted: asyncio.Event
+    ) -> AsyncGenerator[Delta, None]:
+        """Yield the deltas of one choice. It ends, and with it the pair's work, at a finish reason or a stop string."""
+        clock = TokenClock(self._metrics, len(request.prompt_token_ids), self._tenant, self._route)
         echo = echo_delta(index, request, self._params, self._tokenizer) if self._params.has_echo else None
-        text = ChoiceText(
+        text = self._text(index, request, num_echoed_characters=len(echo.text) if echo else 0)
+        reader = self._reader(request)
+        batches = self._open_stream(request)
+        if self.num_choices > 1:
+            batches = leading(batches, is_admitted) if index == 0 else following(batches, is_admitted)
+        is_first = True
+        try:
+            async with aclosing(batches):
+                async for batch in batches:
+                    if not (gained := _fed(text, batch)):
+                        continue
+                    self._count(index, gained, batch, clock)
+                    if is_first:
+                        gained, is_first = self._with_prompt(gained, batch[0], echo), False
+                    for delta in [join_deltas(gained)] if text.thinks_once else runs_of(gained):
+                        for part in [delta] if reader is None else reader.read(delta):
+                            yield part
+                    if text.is_finished:
+                        return
+        except GrammarError:
+            clock.end(FinishReason.GRAMMAR.value)
+            raise
+
+    def _text(self, index: int, request: GenerateRequest, *, num_echoed_characters: int) -> ChoiceText:
+        return ChoiceText(
             index,
             request,
             self._tokenizer,
             stop_strings=self.fields.stop or (),
-            num_echoed_characters=len(echo.text) if echo else 0,
+            num_echoed_characters=num_echoed_characters,
             includes_stop=bool(self.fields.include_stop_str_in_output),
             thinking=self._params.thinking,
             new_detokenizer=self._new_detokenizer(),
         )
-        batches = self._open_stream(request)
-        if self.num_choices > 1:
-            batches = leading(batches, is_admitted) if index == 0 else following(batches, is_admitted)
-        return ChoiceStream(
-            index,
-            batches,
-            text,
-            echo,
-            self._reader(request),
-            self._meter,
-            TokenClock(self._metrics, len(request.prompt_token_ids), self._tenant, self._route),
-            has_prompt_logprobs=self.fields.prompt_logprobs is not None,
-            receipt=self._receipt,
-        )
+
+    def _count(self, index: int, gained: Sequence[Delta], batch: Sequence[TokenChunk], clock: TokenClock) -> None:
+        """Count what choice `index` gained from a batch, in the usage, the receipt and the metrics."""
+        self._meter.record(index, gained, batch)
+        token_ids = [token_id for delta in gained for token_id in delta.token_ids]
+        if self._receipt is not None:
+            self._receipt.record(index, token_ids)
+        clock.tick(len(token_ids))
+        if (reason := gained[-1].finish_reason) is not None:
+            clock.end(reason.value, batch[-1].speculation)
+
+    def _with_prompt(self, gained: list[Delta], first_chunk: TokenChunk, echo: Delta | None) -> list[Delta]:
+        """Add the echo and the prompt's logprobs, which come with the first tokens; the first token has none."""
+        logprobs = (None, *first_chunk.prompt_logprobs)
+        if echo is not None:
+            gained = [replace(echo, logprobs=logprobs if echo.text_offsets else ()), *gained]
+        if self.fields.prompt_logprobs is not None:
+            gained[0] = replace(gained[0], prompt_logprobs=logprobs)
+        return gained
 
     def _new_detokenizer(self) -> DetokenizerMaker:
         """Return a factory of detokenizers that show special tokens if the client wants them, and marks of calls."""

@@ -19,7 +19,7 @@ from router.backend import Backend, OpenStream, SharedAnswer
 from router.backend.migration import MigratingStreams
 from router.config import IngressConfig
 from router.generation.draft_admin import DraftAdmin
-from router.generation.generation import Generation, Origin
+from router.generation.generation import Generation
 from router.generation.receipts import OpenReceipt, ReceiptKey, digests_of, key_for
 from router.generation.tool_formats import PROMPTED, find_format
 from router.metrics.ingress_metrics import IngressMetrics
@@ -153,6 +153,10 @@ class GenerationService:
             logger.warning("the other ingress replicas' metrics are missing: %r", error)
             return self.metrics.text()
 
+    def _named(self, body: GenerationFields) -> str:
+        """Return the model's name in the answer: an alias is answered by its name, as in vLLM."""
+        return body.model or self.config.model_id
+
     async def complete(self, body: CompletionRequest) -> Generation:
         """Prepare a request of `/v1/completions`; it runs when its deltas are iterated."""
         self.check_model(body.model)
@@ -162,6 +166,7 @@ class GenerationService:
         return await self._start(
             GenerateParams(
                 request_id=_new_id("cmpl"),
+                model_id=self._named(body),
                 fields=body,
                 prompts=tuple(prompts),
                 max_tokens=body.max_tokens,
@@ -190,6 +195,7 @@ class GenerationService:
         return await self._start(
             GenerateParams(
                 request_id=_new_id("chatcmpl"),
+                model_id=self._named(body),
                 fields=body,
                 prompts=(Prompt(tuple(token_ids)),),
                 max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
@@ -346,11 +352,8 @@ class GenerationService:
             tokenizer=self.files.tokenizer,
             answers=self._format or self._response_template,
             metrics=self.metrics,
-            origin=Origin(
-                params.fields.model or self.config.model_id,  # an alias is answered by its name, as in vLLM
-                with_tokenizer(card.fingerprint or card.model_version, self.files.digest),
-                None if key is None else OpenReceipt(key, digests, requests),
-            ),
+            system_fingerprint=with_tokenizer(card.fingerprint or card.model_version, self.files.digest),
+            receipt=None if key is None else OpenReceipt(key, digests, requests),
         )
 
 

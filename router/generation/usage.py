@@ -11,40 +11,22 @@ from router.generation.delta import Delta
 
 
 @dataclass(frozen=True, slots=True)
-class PredictionUsage:
-    """Tokens of a prediction (or drafts) that appeared in the output, and those that did not."""
-
-    accepted_tokens: int
-    rejected_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class Usage:
     """Tokens of one client request; a prompt with several choices counts once.
 
-    `speculation` is None while no choice has reported it, `steps` wherever the output is exact, `explanation` where
-    the client has not asked for it.
+    Tokens of a prediction are accepted if the output has them. `speculation` is None while no choice has reported it,
+    `steps` wherever the output is exact, `explanation` where the client has not asked for it.
     """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     speculation: SpeculationStats | None = None
-    prediction: PredictionUsage | None = None  # where the client sent one
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
     steps: StepStats | None = None
     explanation: SpeculationExplanation | None = None
     reasoning_tokens: int = 0
-
-    @property
-    def prediction_tokens(self) -> PredictionUsage:
-        """The prediction's tokens as OpenAI reports them; zero without a prediction."""
-        return self.prediction or PredictionUsage(0, 0)
-
-    @property
-    def draft_tokens(self) -> PredictionUsage:
-        """Draft tokens that verification kept, and those that it did not."""
-        stats = self.speculation or SpeculationStats()
-        return PredictionUsage(stats.num_accepted_tokens, stats.num_draft_tokens - stats.num_accepted_tokens)
 
 
 class UsageMeter:
@@ -79,18 +61,16 @@ class UsageMeter:
         """Return the sums so far."""
         explained = [each for each in self._explanations if each is not None]
         known = [stats for stats in self._speculation if stats is not None]
+        num_predicted = len(self._predicted) * len(self._prediction)  # each choice had the whole prediction to repeat
+        num_accepted = sum(text.num_matched for text in self._predicted)
         return Usage(
             prompt_tokens=self._num_prompt_tokens,
             completion_tokens=sum(self._num_generated),
             cached_tokens=sum(self._num_cached[index] for index in self._firsts),
             speculation=sum(known, SpeculationStats()) if known else None,
-            prediction=self._prediction_usage() if self._predicted else None,
+            accepted_prediction_tokens=num_accepted,
+            rejected_prediction_tokens=num_predicted - num_accepted,
             steps=self.steps,
             explanation=sum(explained, SpeculationExplanation()) if explained else None,
             reasoning_tokens=self._num_reasoning,
         )
-
-    def _prediction_usage(self) -> PredictionUsage:
-        """Return the sums over all choices; each choice had the whole prediction to repeat."""
-        num_accepted = sum(text.num_matched for text in self._predicted)
-        return PredictionUsage(num_accepted, len(self._predicted) * len(self._prediction) - num_accepted)

@@ -292,9 +292,9 @@ def usage_message(usage: Usage) -> pb2.Usage:
         completion_tokens=usage.completion_tokens,
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
         cached_tokens=usage.cached_tokens,
+        accepted_prediction_tokens=usage.accepted_prediction_tokens,
+        rejected_prediction_tokens=usage.rejected_prediction_tokens,
     )
-    message.accepted_prediction_tokens = usage.prediction_tokens.accepted_tokens
-    message.rejected_prediction_tokens = usage.prediction_tokens.rejected_tokens
     if usage.speculation is not None:
         message.speculative_decoding.CopyFrom(_speculation_message(usage.speculation))
     if usage.explanation is not None:

@@ -29,7 +29,7 @@ from smg_grpc_proto.generated import common_pb2
 from protos.errors import RequestError, ServingError
 from router.api_keys import ApiKeys
 from router.generation.delta import Delta, join_deltas
-from router.generation.generation import ClosableStream, Generation
+from router.generation.generation import Generation
 from router.generation.generation_service import GenerationService
 from router.grpc_api.api import GrpcCalls, charged, validated
 from router.grpc_api.callers import CallContext, authenticate
@@ -222,7 +222,7 @@ async def _answers(generation: Generation, is_over: asyncio.Event, *, is_streame
         yield pb2.GenerateResponse(complete=whole)
 
 
-async def _until(deltas: ClosableStream[Delta], is_over: asyncio.Event) -> AsyncGenerator[Delta, None]:
+async def _until(deltas: AsyncGenerator[Delta, None], is_over: asyncio.Event) -> AsyncGenerator[Delta, None]:
     """Yield deltas to their end or until the event is set, even while none arrives."""
     items, end = aiter(deltas), asyncio.ensure_future(is_over.wait())
     step: asyncio.Future[Delta] | None = None

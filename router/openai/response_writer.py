@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from protos.errors import EngineError, ServingError
 from protos.messages import FinishReason
 from router.generation.delta import Delta, pieces
-from router.generation.generation import ClosableStream, Generation
+from router.generation.generation import Generation
 from router.metrics.ingress_metrics import BROKEN_STATUS
 from router.openai.errors import error_object
 from router.openai.usage import (
@@ -184,7 +184,7 @@ class EventStream(StreamingResponse):
     def __init__(
         self,
         first: asyncio.Task[Iterable[BaseModel]],
-        deltas: ClosableStream[Delta],
+        deltas: AsyncGenerator[Delta, None],
         writer: ResponseWriter,
     ) -> None:
         self._first = first
@@ -244,7 +244,7 @@ async def start_stream(generation: Generation, writer: ResponseWriter) -> EventS
     return EventStream(first, deltas, writer)
 
 
-async def _end(first: asyncio.Task[Iterable[BaseModel]], deltas: ClosableStream[Delta]) -> None:
+async def _end(first: asyncio.Task[Iterable[BaseModel]], deltas: AsyncGenerator[Delta, None]) -> None:
     """Close `deltas`, after the task that may be waiting for the first of them."""
     if not first.done():
         first.cancel()
@@ -252,7 +252,7 @@ async def _end(first: asyncio.Task[Iterable[BaseModel]], deltas: ClosableStream[
     await deltas.aclose()
 
 
-async def _first_chunks(deltas: ClosableStream[Delta], writer: ResponseWriter) -> Iterable[BaseModel]:
+async def _first_chunks(deltas: AsyncGenerator[Delta, None], writer: ResponseWriter) -> Iterable[BaseModel]:
     """Return the chunks of the first delta that has any; later chunks of it are made when they are sent."""
     async for delta in deltas:
         chunks = iter(writer.chunks(delta))

@@ -11,7 +11,7 @@ from openai.types.completion_choice import Logprobs
 from openai.types.completion_usage import CompletionTokensDetails, PromptTokensDetails
 from pydantic import BaseModel
 
-from protos.messages import PlainReason, SpeculationExplanation, TokenLogprobs
+from protos.messages import PlainReason, SpeculationExplanation, SpeculationStats, TokenLogprobs
 from router.generation.delta import Delta
 from router.generation.usage import Usage
 from router.tokenizer import Tokenizer
@@ -85,9 +85,10 @@ def explanation_object(explanation: SpeculationExplanation) -> Explanation:
 
 def usage_object(usage: Usage) -> CompletionUsage:
     """Return OpenAI's `usage` with our counts of draft tokens; prediction tokens count the client's prediction."""
+    stats = usage.speculation or SpeculationStats()
     drafts: dict[str, Any] = {  # added to OpenAI's fields; its types accept extra ones
-        "accepted_draft_tokens": usage.draft_tokens.accepted_tokens,
-        "rejected_draft_tokens": usage.draft_tokens.rejected_tokens,
+        "accepted_draft_tokens": stats.num_accepted_tokens,
+        "rejected_draft_tokens": stats.num_draft_tokens - stats.num_accepted_tokens,
     }
     return CompletionUsage(
         prompt_tokens=usage.prompt_tokens,
@@ -95,8 +96,8 @@ def usage_object(usage: Usage) -> CompletionUsage:
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cached_tokens),
         completion_tokens_details=CompletionTokensDetails(
-            accepted_prediction_tokens=usage.prediction_tokens.accepted_tokens,
-            rejected_prediction_tokens=usage.prediction_tokens.rejected_tokens,
+            accepted_prediction_tokens=usage.accepted_prediction_tokens,
+            rejected_prediction_tokens=usage.rejected_prediction_tokens,
             reasoning_tokens=usage.reasoning_tokens,
             **drafts,
         ),

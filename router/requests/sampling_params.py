@@ -37,6 +37,7 @@ class GenerateParams:
     """A request with its prompts in tokens and every parameter in its range."""
 
     request_id: str
+    model_id: str  # as the answer names it
     fields: GenerationFields
     prompts: tuple[Prompt, ...]
     max_tokens: int | None

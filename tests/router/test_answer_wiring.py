@@ -24,7 +24,7 @@ from protos.messages import (
 from protos.served_model import CanaryReport, DraftReport
 from router.generation.delta import Delta, ToolCallDelta
 from router.generation.generation_service import GenerationService
-from router.generation.usage import PredictionUsage, Usage
+from router.generation.usage import Usage
 from router.grpc_api.api import choice_message, chunk_message, usage_message
 from router.openai.answers import drafts_answer
 from router.openai.usage import explanation_object, usage_object
@@ -38,7 +38,8 @@ USAGE = Usage(
     completion_tokens=23,
     cached_tokens=5,
     speculation=STATS,
-    prediction=PredictionUsage(7, 3),
+    accepted_prediction_tokens=7,
+    rejected_prediction_tokens=3,
     steps=STEPS,
     explanation=SpeculationExplanation({"model": 4}, {PlainReason.LOAD: 2}, ("near",)),
     reasoning_tokens=13,

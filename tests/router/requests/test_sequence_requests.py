@@ -48,6 +48,7 @@ def test_a_request_has_every_field_of_its_body() -> None:
     try:
         params = GenerateParams(
             "r",
+            "m",
             CompletionRequest.model_validate({"model": "m", "prompt": "a", **BODY}),
             (Prompt((1, 2)), Prompt((3, 4))),
             max_tokens=11,
@@ -109,13 +110,13 @@ def test_a_request_has_every_field_of_its_body() -> None:
 def test_approximate_speculation_has_its_threshold() -> None:
     wishes = {"mode": "approximate", "threshold": 5.0}
     body = CompletionRequest.model_validate({"model": "m", "prompt": "a", "speculation": wishes})
-    [sent] = generate_requests(GenerateParams("r", body, (Prompt((1,)),), 4), CARD, ())
+    [sent] = generate_requests(GenerateParams("r", "m", body, (Prompt((1,)),), 4), CARD, ())
     assert sent.speculation == SpeculationParams(is_approximate=True, threshold=5.0)
 
 
 def sent_of(request_id: str = "r", **fields: object) -> GenerateRequest:
     body = CompletionRequest.model_validate({"model": "m", "prompt": "a", **fields})
-    [sent] = generate_requests(GenerateParams(request_id, body, (Prompt((1,)),), 4), CARD, ())
+    [sent] = generate_requests(GenerateParams(request_id, "m", body, (Prompt((1,)),), 4), CARD, ())
     return sent
 
 
