@@ -16,7 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from protos import outrider_pb2 as pb2
 from protos.linux import wait_for_cores
 from router.api_keys import ApiKeys
-from router.backend.application_watch import INGRESS, ApplicationWatch, FrontendMetrics
+from router.backend.application_watch import INGRESS, ApplicationWatch
 from router.backend.serve_backend import ServeBackend
 from router.config import IngressConfig
 from router.generation.generation_service import GenerationService
@@ -56,7 +56,7 @@ class Ingress:
         self._service = GenerationService(
             backend, load_tokenizer_files(config.model_path, config.chat_template), config, metrics
         )
-        self._service.peers = FrontendMetrics().read
+        self._service.peers = application.frontend_texts
         calls = GrpcApi(self._service, self._api_keys, application.stay).calls()
         self._generate = calls.pop("Generate")
         gate_serve(ReadingGate(self._api_keys, metrics.count_request, has_proxy=True))

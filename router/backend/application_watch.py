@@ -36,6 +36,8 @@ class ApplicationWatch:
         self._asked_s = 0.0
         # a thread of its own: while the controller hangs, calls would use up the shared threads
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="application-watch")
+        self._frontends: DeploymentHandle[Any] | None = None
+        self._frontend_texts: ReplicaTexts[tuple[str, str]] = ReplicaTexts(lambda answer: answer[0])
 
     async def is_deleted(self) -> bool:
         """True if the application is being deleted, as last reported by the controller."""
@@ -59,6 +61,25 @@ class ApplicationWatch:
             return num_leaving > min_leaving
 
         return is_over
+
+    async def frontend_texts(self) -> Mapping[str, str]:
+        """Return the metrics text of every ingress replica by its name, this one included.
+
+        A silent replica has only the series that reports it as down.
+
+        Raises:
+            RuntimeError: no replica answered.
+        """
+        if self._frontends is None:
+            name = serve.get_replica_context().app_name
+            self._frontends = await asyncio.to_thread(serve.get_deployment_handle, INGRESS, name)
+        answers = await self._frontend_texts.read(self._frontends)
+        if not any(answers.values()):
+            raise RuntimeError(f"no metrics from any of {len(answers)} ingress replicas")
+        return {
+            name: (answer[1] if answer else "") + up_text("ingress", name, answer is not None)
+            for name, answer in answers.items()
+        }
 
     def _num_leaving(self) -> int:
         if self._status is None or INGRESS not in self._status.deployments:
@@ -125,28 +146,3 @@ def _outcome(answer: asyncio.Future[Text]) -> Text | None:
         answer.cancel()
         return None
     return None if answer.cancelled() or answer.exception() is not None else answer.result()
-
-
-class FrontendMetrics:
-    """Collects the metrics text of every ingress replica of the application, itself included."""
-
-    def __init__(self) -> None:
-        self._handle: DeploymentHandle[Any] | None = None
-        self._texts: ReplicaTexts[tuple[str, str]] = ReplicaTexts(lambda answer: answer[0])
-
-    async def read(self) -> Mapping[str, str]:
-        """Return each replica's text by its name; for a silent replica, only the series that reports it as down.
-
-        Raises:
-            RuntimeError: no replica answered.
-        """
-        if self._handle is None:
-            name = serve.get_replica_context().app_name
-            self._handle = await asyncio.to_thread(serve.get_deployment_handle, INGRESS, name)
-        answers = await self._texts.read(self._handle)
-        if not any(answers.values()):
-            raise RuntimeError(f"no metrics from any of {len(answers)} ingress replicas")
-        return {
-            name: (answer[1] if answer else "") + up_text("ingress", name, answer is not None)
-            for name, answer in answers.items()
-        }

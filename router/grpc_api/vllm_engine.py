@@ -50,12 +50,6 @@ _OPTIONAL = ("temperature", "logprobs", "prompt_logprobs", "seed", "truncate_pro
 _UNREAD = ("mm_inputs", "media_refs", "kv_transfer_params", "kv_transfer_params_json")
 
 
-class _UnimplementedError(RequestError):
-    """A call of vLLM that has no meaning here."""
-
-    grpc_code = "UNIMPLEMENTED"
-
-
 class VllmEngineApi(GrpcCalls):
     """The calls, named as in the stubs, with the context argument named as Serve passes it."""
 
@@ -195,7 +189,9 @@ class VllmEngineApi(GrpcCalls):
 
     async def _refuse(self, name: str, context: CallContext, message: str) -> None:
         async with self._call(f"VllmEngine.{name}", context):
-            raise _UnimplementedError(message)
+            error = RequestError(message)
+            error.grpc_code = "UNIMPLEMENTED"
+            raise error
 
 
 def _of_bytes(call: Callable[..., Any], message: type[Message]) -> Callable[..., Any]:

@@ -35,40 +35,6 @@ _ENDPOINTS = (
 )
 
 
-class TrafficMetrics:
-    """The `outrider_spec_decode_traffic_*` families of one ingress replica, counted when a sequence ends."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._tenants: dict[str, str] = {}
-        self._passes = self._counter("passes", "Verification passes of ended sequences, by tenant and route.", registry)
-        self._drafted = self._counter("draft_tokens", "Draft tokens verified in these passes.", registry)
-        self._accepted = self._counter("accepted_tokens", "Draft tokens accepted in these passes.", registry)
-
-    def count(self, tenant: str, route: str, stats: SpeculationStats) -> None:
-        """Count the passes of a sequence that has ended; `route` must come from a fixed set."""
-        if stats.num_passes == 0:
-            return
-        labels = (self._label(tenant), route)
-        self._passes.labels(*labels).inc(stats.num_passes)
-        self._drafted.labels(*labels).inc(stats.num_draft_tokens)
-        self._accepted.labels(*labels).inc(stats.num_accepted_tokens)
-
-    def _label(self, tenant: str) -> str:
-        """Return a tenant's own name for the first tenants, and one shared label for later ones."""
-        if tenant in self._tenants:
-            return self._tenants[tenant]
-        if len(self._tenants) >= 32:
-            return _OTHERS
-        label = tenant or _NOBODY
-        # A key without a name is its own tenant, named by its digest.
-        self._tenants[tenant] = label if len(label) <= 32 else f"key-{label[:8]}"
-        return self._tenants[tenant]
-
-    @staticmethod
-    def _counter(name: str, text: str, registry: CollectorRegistry) -> Counter:
-        return Counter(f"outrider_spec_decode_traffic_{name}", text, ("tenant", "route"), registry=registry)
-
-
 class IngressMetrics:
     """The ingress's own metric families, in a separate registry; the constructor lists them."""
 
@@ -121,7 +87,17 @@ class IngressMetrics:
             "Pairs that deploy.yaml requests, the minimum if it gives bounds; equal on all ingress replicas.",
         )
         self.router = RouterMetrics(self._registry)
-        self.traffic = TrafficMetrics(self._registry)
+        self._tenants: dict[str, str] = {}  # labels of the tenants with series of their own
+        traffic = ("tenant", "route")
+        self._passes = self._counter(
+            "spec_decode_traffic_passes", "Verification passes of ended sequences, by tenant and route.", *traffic
+        )
+        self._drafted = self._counter(
+            "spec_decode_traffic_draft_tokens", "Draft tokens verified in these passes.", *traffic
+        )
+        self._accepted = self._counter(
+            "spec_decode_traffic_accepted_tokens", "Draft tokens accepted in these passes.", *traffic
+        )
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"outrider_{name}", text, labels, registry=self._registry)
@@ -163,6 +139,26 @@ class IngressMetrics:
         self._request_tokens["prompt"].observe(num_prompt_tokens)
         self._request_tokens["generation"].observe(num_tokens)
 
+    def count_traffic(self, tenant: str, route: str, stats: SpeculationStats) -> None:
+        """Count the passes of a sequence that has ended; `route` must come from a fixed set."""
+        if stats.num_passes == 0:
+            return
+        labels = (self._tenant_label(tenant), route)
+        self._passes.labels(*labels).inc(stats.num_passes)
+        self._drafted.labels(*labels).inc(stats.num_draft_tokens)
+        self._accepted.labels(*labels).inc(stats.num_accepted_tokens)
+
+    def _tenant_label(self, tenant: str) -> str:
+        """Return a tenant's own name for the first tenants, and one shared label for later ones."""
+        if tenant in self._tenants:
+            return self._tenants[tenant]
+        if len(self._tenants) >= 32:
+            return _OTHERS
+        label = tenant or _NOBODY
+        # A key without a name is its own tenant, named by its digest.
+        self._tenants[tenant] = label if len(label) <= 32 else f"key-{label[:8]}"
+        return self._tenants[tenant]
+
     def text(self) -> str:
         """Return all families as Prometheus text."""
         return generate_latest(self._registry).decode()
@@ -196,7 +192,7 @@ class TokenClock:
         decode_s = self._last_s - self._first_s
         self._metrics.count_end(reason, elapsed_s, decode_s, self._num_prompt_tokens, self._num_tokens)
         if speculation is not None:
-            self._metrics.traffic.count(self._tenant, self._route, speculation)
+            self._metrics.count_traffic(self._tenant, self._route, speculation)
 
 
 async def count_requests(app: ASGIApp, scope: Scope, receive: Receive, send: Send, metrics: IngressMetrics) -> None:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, WithJsonSchema, model_validator
+from pydantic import ModelWrapValidatorHandler, PrivateAttr, WithJsonSchema, model_validator
 
 from protos.client_text import check_parts
 from router.requests.body import Body
@@ -46,30 +45,17 @@ _KINDS: dict[str, type[Any]] = {
 _UNKNOWN = "unknown"  # the name of a function that a call does not name
 
 
-class Role(StrEnum):
-    """The author of a message.
-
-    `developer` is OpenAI's newer name of `system`, `function` the older one of `tool`, and `ipython` Llama's. Any other
-    role is refused: most templates would leave its text out without a word.
-    """
-
-    SYSTEM = "system"
-    DEVELOPER = "developer"
-    USER = "user"
-    ASSISTANT = "assistant"
-    TOOL = "tool"
-    FUNCTION = "function"
-    IPYTHON = "ipython"
-
-
-RESULTS = (Role.TOOL, Role.FUNCTION, Role.IPYTHON)
-_TEMPLATE_ROLES = {Role.DEVELOPER: Role.SYSTEM} | dict.fromkeys(RESULTS, Role.TOOL)
+# The author of a message. `developer` is OpenAI's newer name of `system`, `function` the older one of `tool`, and
+# `ipython` Llama's. Any other role is refused: most templates would leave its text out without a word.
+Role = Literal["system", "developer", "user", "assistant", "tool", "function", "ipython"]
+RESULTS = ("tool", "function", "ipython")
+_TEMPLATE_ROLES = {"developer": "system"} | dict.fromkeys(RESULTS, "tool")
 
 
 class ChatMessageFields(Body):
     """One message, an answer of ours as `model_dump()` writes it included."""
 
-    role: Annotated[Role, Field(strict=False)]
+    role: Role
     content: Annotated[str | None, WithJsonSchema(_CONTENT_SCHEMA)] = None
     name: str | None = None
     refusal: str | None = None
@@ -92,7 +78,7 @@ class ChatMessageFields(Body):
     def _read_content(cls, value: Any, handler: ModelWrapValidatorHandler[ChatMessageFields]) -> ChatMessageFields:
         if not isinstance(value, Mapping):
             return handler(value)
-        is_history = value.get("role") in (*RESULTS, Role.ASSISTANT)
+        is_history = value.get("role") in (*RESULTS, "assistant")
         if is_history:
             value = _readable(value)
         content = value.get("content")
@@ -121,8 +107,8 @@ class ChatMessageFields(Body):
         The arguments of calls become objects if they are valid JSON; the role `developer` becomes `system`.
         """
         fields = self.model_dump(exclude_none=True, exclude=_COVERED)
-        fields["role"] = str(_TEMPLATE_ROLES.get(self.role, self.role))
-        if self.role is Role.ASSISTANT:
+        fields["role"] = _TEMPLATE_ROLES.get(self.role, self.role)
+        if self.role == "assistant":
             fields |= self._answer(fields.pop("tool_calls", None) or [], fields.get("content"))
         else:
             fields.setdefault("content", "")

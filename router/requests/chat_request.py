@@ -13,14 +13,14 @@ from protos.client_text import MAX_PARTS
 from protos.errors import RequestError
 from protos.messages import GrammarKind
 from router.requests.body import Body, as_request_error
-from router.requests.chat_message import RESULTS, ChatMessageFields, Role
+from router.requests.chat_message import RESULTS, ChatMessageFields
 from router.requests.generation_fields import MAX_LOGPROBS, GenerationFields, Int, Seed, SpeculationFields, TokenLimit
 from router.requests.json_schema import check_schema_parts
 from router.requests.structured_output import Constraint
 from router.requests.tools import Tool, ToolUse, tool_use
 
 MAX_TOOLS = 1024
-_INSTRUCTIONS = (Role.SYSTEM, Role.DEVELOPER)
+_INSTRUCTIONS = ("system", "developer")
 _CHOICE_SCHEMA = {"anyOf": [{"enum": ["none", "auto", "required", None]}, {"type": "object"}]}
 
 
@@ -119,15 +119,15 @@ def check_what_is_asked(messages: list[ChatMessageFields]) -> None:
     """
     roles = [message.role for message in messages]
     first = next((rank for rank, role in enumerate(roles) if role not in _INSTRUCTIONS), len(roles))
-    answered = max((rank for rank, role in enumerate(roles) if role is Role.ASSISTANT), default=-1)
-    last = max((rank for rank, role in enumerate(roles) if role is Role.USER), default=-1)
+    answered = max((rank for rank, role in enumerate(roles) if role == "assistant"), default=-1)
+    last = max((rank for rank, role in enumerate(roles) if role == "user"), default=-1)
     asked = [*range(first), *(rank for rank in range(answered + 1, len(roles)) if roles[rank] in _INSTRUCTIONS)]
     has_results = any(role in RESULTS for role in roles[answered + 1 : last])
     asked += [last] if last > answered and not has_results else []
     for rank in asked:
         message = messages[rank]
         if message.content is None:
-            raise RequestError(f"a message of role {message.role.value!r} has no content.", param="messages")
+            raise RequestError(f"a message of role {message.role!r} has no content.", param="messages")
         if message.unread:
             place, kind = message.unread[0]
             raise UnreadPartError(f"content[{place}] is of type {kind!r}; this model reads text only.", rank)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -17,17 +16,9 @@ from router.requests.json_schema import schema_source
 _ANY_OBJECT = {"type": "object"}
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+# Of `response_format`: OpenAI's, and two of other servers.
+FormatType = Literal["text", "json_object", "json_schema", "regex", "grammar"]
 Choices = Annotated[list[Annotated[str, Field(max_length=4096)]], Field(min_length=1)]
-
-
-class ResponseFormatType(StrEnum):
-    """`response_format.type`: OpenAI's, and two of other servers."""
-
-    TEXT = "text"
-    JSON_OBJECT = "json_object"
-    JSON_SCHEMA = "json_schema"
-    REGEX = "regex"
-    GRAMMAR = "grammar"
 
 
 class JsonSchemaFormat(Body):
@@ -42,7 +33,7 @@ class JsonSchemaFormat(Body):
 class ResponseFormat(Body):
     """OpenAI's `response_format`, with the fields of other servers for the same: `schema`, `pattern`, `grammar`."""
 
-    type: Annotated[ResponseFormatType, Field(strict=False)]
+    type: FormatType
     json_schema: JsonSchemaFormat | None = None
     schema_: Any = Field(default=None, alias="schema")  # with json_object or json_schema: llama.cpp, Together
     pattern: str | None = None  # with type regex: Together
@@ -50,20 +41,19 @@ class ResponseFormat(Body):
 
     @model_validator(mode="after")
     def _values_belong_to_their_types(self) -> ResponseFormat:
-        kind, types = self.type, ResponseFormatType
-        allowed: dict[str, tuple[ResponseFormatType, ...]] = {
-            "json_schema": (types.JSON_SCHEMA,),
-            "schema_": (types.JSON_SCHEMA, types.JSON_OBJECT),
-            "pattern": (types.REGEX,),
-            "grammar": (types.GRAMMAR,),
+        allowed: dict[str, tuple[FormatType, ...]] = {
+            "json_schema": ("json_schema",),
+            "schema_": ("json_schema", "json_object"),
+            "pattern": ("regex",),
+            "grammar": ("grammar",),
         }
         present = [name for name in allowed if getattr(self, name) is not None]
-        wanted = [name for name, owners in allowed.items() if kind in owners]
-        is_missing = kind not in (types.TEXT, types.JSON_OBJECT) and not present
+        wanted = [name for name, owners in allowed.items() if self.type in owners]
+        is_missing = self.type not in ("text", "json_object") and not present
         if is_missing or len(present) > 1 or not set(present) <= set(wanted):
             names = " or ".join(name.rstrip("_") for name in wanted) or "nothing else"
             raise RequestError(
-                f"response_format.type is {kind.value!r}, which takes {names}; "
+                f"response_format.type is {self.type!r}, which takes {names}; "
                 f"it came with {' and '.join(name.rstrip('_') for name in present) or 'none'}.",
                 param="response_format",
             )
@@ -71,12 +61,14 @@ class ResponseFormat(Body):
 
     def constraint(self) -> Constraint | None:
         """Return the constraint of the answer; None if it is free text."""
-        param, types = "response_format", ResponseFormatType
-        if self.type is types.TEXT:
-            return None
-        if self.type in (types.REGEX, types.GRAMMAR):
-            kind = GrammarKind.REGEX if self.type is types.REGEX else GrammarKind.GRAMMAR
-            return Constraint(param, kind, self.pattern if self.type is types.REGEX else self.grammar)
+        param = "response_format"
+        match self.type:
+            case "text":
+                return None
+            case "regex":
+                return Constraint(param, GrammarKind.REGEX, self.pattern)
+            case "grammar":
+                return Constraint(param, GrammarKind.GRAMMAR, self.grammar)
         schema = self.json_schema.schema_ if self.json_schema else self.schema_
         return Constraint(param, GrammarKind.JSON_SCHEMA, _ANY_OBJECT if schema is None else schema)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -16,6 +15,7 @@ from router.tokenizer.content_parts import Message, with_written_calls
 
 # Of a function's name: letters, digits and the marks that MCP servers put between their names and their tools'.
 NAME_PATTERN = "[a-zA-Z0-9_.:/-]{1,128}"
+_Mode = Literal["none", "auto", "required"]  # no call, a call if the model decides so, or at least one call
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _INSTRUCTIONS = """\
 # Tools
@@ -28,14 +28,6 @@ To call a function, write a JSON object with its name and its arguments between 
 {example}
 </tool_call>
 The results come in the next message, between <tool_response> and </tool_response>."""
-
-
-class ToolChoice(StrEnum):
-    """`tool_choice`: no call, a call if the model decides so, or at least one call."""
-
-    NONE = "none"
-    AUTO = "auto"
-    REQUIRED = "required"
 
 
 class Function(Body):
@@ -100,14 +92,14 @@ def tool_use(tools: list[Tool] | None, choice: object, is_parallel: bool | None)
     offered = _by_name(tools or [])
     mode, names = _read_choice(choice)
     _check_choice(mode, names or [], choice, offered)
-    if not offered or mode is ToolChoice.NONE:
+    if not offered or mode == "none":
         return None
     callable_ = tuple(offered.values()) if names is None else tuple(offered[name] for name in dict.fromkeys(names))
     is_one = isinstance(choice, dict) and choice.get("type") == "function"
     return ToolUse(
         tools=tuple(tools or ()),
         callable_=callable_,
-        is_required=mode is ToolChoice.REQUIRED,
+        is_required=mode == "required",
         is_parallel=is_parallel is not False and not is_one,
     )
 
@@ -119,20 +111,20 @@ def _by_name(tools: list[Tool]) -> dict[str, Function]:
     return functions
 
 
-def _read_choice(choice: object) -> tuple[ToolChoice, list[str] | None]:
+def _read_choice(choice: object) -> tuple[_Mode, list[str] | None]:
     """Return the mode of a `tool_choice`, and the functions that it names; None where all of them may be called."""
     match choice:
         case None:
-            return ToolChoice.AUTO, None
-        case "none" | "auto" | "required":
-            return ToolChoice(choice), None
+            return "auto", None
+        case "none" | "auto" | "required" as mode:
+            return mode, None
         case {"type": "function", "function": {"name": str(name)}}:
-            return ToolChoice.REQUIRED, [name]
+            return "required", [name]
         case {
             "type": "allowed_tools",
             "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [_, *_] as tools},
         }:
-            return ToolChoice(mode), [_allowed_name(tool) for tool in tools]
+            return mode, [_allowed_name(tool) for tool in tools]
     raise RequestError(
         f"tool_choice is {json.dumps(choice)}; it must be 'none', 'auto', 'required', "
         '{"type": "function", "function": {"name": ...}} or {"type": "allowed_tools", "allowed_tools": '
@@ -151,8 +143,8 @@ def _allowed_name(tool: object) -> str:
     )
 
 
-def _check_choice(mode: ToolChoice, names: list[str], choice: object, offered: dict[str, Function]) -> None:
-    if mode is ToolChoice.REQUIRED and not offered:
+def _check_choice(mode: _Mode, names: list[str], choice: object, offered: dict[str, Function]) -> None:
+    if mode == "required" and not offered:
         raise RequestError(f"tool_choice is {json.dumps(choice)}, but there are no tools.", param="tool_choice")
     for name in names:
         if name not in offered:

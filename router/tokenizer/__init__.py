@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import codecs
 from collections.abc import Collection, Sequence
-from typing import Protocol
 
 from tokenizers import Tokenizer as TokenizerCore
 
@@ -129,25 +128,13 @@ class TokenIdsOnly(Tokenizer):
         return None
 
 
-class Detokenizer(Protocol):
-    """The text of one sequence, token by token. The pieces joined are the text of all tokens."""
-
-    def push(self, token_id: int) -> str:
-        """Return the text that became certain with this token; empty while a character is incomplete."""
-        ...
-
-    def flush(self) -> str:
-        """Return the rest at the end; bytes that never became a character read U+FFFD."""
-        ...
-
-
 def make_detokenizer(
     tokenizer: Tokenizer,
     prompt_token_ids: Sequence[int],
     *,
     skip_special_tokens: bool = True,
     kept_ids: Collection[int] = (),
-) -> Detokenizer:
+) -> ByteDetokenizer | WindowDetokenizer:
     """Return a detokenizer for the text that follows the prompt; `kept_ids` are special tokens that are not skipped."""
     if tokenizer.has_token_bytes:
         return ByteDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens, kept_ids=kept_ids)
@@ -156,7 +143,10 @@ def make_detokenizer(
 
 
 class ByteDetokenizer:
-    """Exact and constant time per token, for tokenizers whose tokens are bytes."""
+    """The text of one sequence, token by token: exact and in constant time, for tokenizers whose tokens are bytes.
+
+    The pieces joined are the text of all tokens.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, kept_ids: Collection[int] = ()
@@ -167,17 +157,19 @@ class ByteDetokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
+        """Return the text that became certain with this token; empty while a character is incomplete."""
         is_kept = not self._skip_special_tokens or token_id in self._kept_ids
         if not is_kept and self._tokenizer.is_special(token_id):
             return ""
         return self._utf8.decode(self._tokenizer.token_bytes(token_id))
 
     def flush(self) -> str:
+        """Return the rest at the end; bytes that never became a character read U+FFFD."""
         return self._utf8.decode(b"", final=True)
 
 
 class WindowDetokenizer:
-    """For any decoder: the new text is the growth of the decoded window (Text Generation Inference and vLLM).
+    """The same for any decoder: the new text is the growth of the decoded window (Text Generation Inference and vLLM).
 
     `_window[:_num_read]` has been shown; the rest is held back until its text no longer ends in a replacement
     character.
@@ -211,3 +203,6 @@ class WindowDetokenizer:
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+
+
+Detokenizer = ByteDetokenizer | WindowDetokenizer

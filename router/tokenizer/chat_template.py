@@ -23,6 +23,7 @@ from protos.errors import ConfigError, RequestError
 ChatMessage = Mapping[str, object]
 _RENDER_LIMIT_S = 5.0  # of processor time; 1,000 messages take some milliseconds
 _TICK = "_outrider_tick"
+_REFUSAL = "The model's chat template refuses these messages"
 # A macro that calls itself for ever ends in a RecursionError, `"x" * 10**12` in a MemoryError.
 _FAILURES = (
     TemplateError,
@@ -94,13 +95,8 @@ class ChatTemplate:
         try:
             text = self._template.render(names)
         except _FAILURES as error:
-            kind = TemplateTimeError if isinstance(error, _TimeIsOverError) else RequestError
-            raise kind(f"The model's chat template refuses these messages: {error}", param="messages") from error
+            raise RequestError(f"{_REFUSAL}: {error}", param="messages") from error
         return _cut_after(text, messages[-1].get("content")) if continue_final_message else text
-
-
-class _TimeIsOverError(TemplateError):
-    pass
 
 
 def _deadline(limit_s: float) -> Callable[[], None]:
@@ -109,7 +105,10 @@ def _deadline(limit_s: float) -> Callable[[], None]:
 
     def tick() -> None:
         if time.thread_time() > end_s:
-            raise _TimeIsOverError(f"it has worked for {limit_s:g} s of processor time; send less, or mend its loops")
+            raise TemplateTimeError(
+                f"{_REFUSAL}: it has worked for {limit_s:g} s of processor time; send less, or mend its loops",
+                param="messages",
+            )
 
     return tick
 

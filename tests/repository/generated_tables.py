@@ -69,7 +69,7 @@ def sample_metrics() -> MetricTexts:
     ingress.count_request("http", "/v1/models", "200")
     ingress.count_end("stop", 1.0, 0.5, 1, 2)
     ingress.router.record_choice(Route(0.0))
-    ingress.traffic.count("", "completion", SpeculationStats(1, 1, (0, 1)))
+    ingress.count_traffic("", "completion", SpeculationStats(1, 1, (0, 1)))
     canary = CanaryReport("/new", "/old", CanaryOutcome.RUNNING, "", 4, 0.1, 0.0, 0.2)
     draft = DraftReport("pair", "/new", "digest", 0.0, is_deployed=False, canary=canary)
     pair.update(Pong(0.0, engine, {"model": DraftChannelStats()}), num_refused=0, drafts=(draft,))

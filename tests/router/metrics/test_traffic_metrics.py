@@ -3,39 +3,42 @@
 from __future__ import annotations
 
 import httpx
-from prometheus_client import CollectorRegistry, generate_latest
 
 from protos.messages import SpeculationStats
 from router.generation.generation_service import GenerationService
-from router.metrics.ingress_metrics import TrafficMetrics
+from router.metrics.ingress_metrics import IngressMetrics
 from router.openai.api import build_app
 from tests.router.fixtures.key_files import api_keys
 
 STATS = SpeculationStats(num_draft_tokens=8, num_accepted_tokens=5, accepted_histogram=(0, 1, 2))
 
 
-def lines(metrics: CollectorRegistry) -> list[str]:
-    return generate_latest(metrics).decode().splitlines()
+def series_of(metrics: IngressMetrics, name: str) -> list[str]:
+    return [line for line in metrics.text().splitlines() if line.startswith(f"outrider_spec_decode_traffic_{name}{{")]
 
 
 def test_tenants_beyond_the_first_ones_share_a_label():
-    registry = CollectorRegistry()
-    metrics = TrafficMetrics(registry)
+    metrics = IngressMetrics()
     for number in range(100):
-        metrics.count(f"tenant-{number}", "chat", STATS)
-    metrics.count("tenant-3", "chat", STATS)
-    found = [line for line in lines(registry) if line.startswith("outrider_spec_decode_traffic_passes_total{")]
+        metrics.count_traffic(f"tenant-{number}", "chat", STATS)
+    metrics.count_traffic("tenant-3", "chat", STATS)
+    found = [
+        line for line in metrics.text().splitlines() if line.startswith("outrider_spec_decode_traffic_passes_total{")
+    ]
     assert len(found) == 33
     assert 'outrider_spec_decode_traffic_passes_total{route="chat",tenant="other"} 204.0' in found
     assert 'outrider_spec_decode_traffic_passes_total{route="chat",tenant="tenant-3"} 6.0' in found
 
 
 def test_a_digest_is_shortened_and_a_sequence_without_drafts_is_no_pass():
-    registry = CollectorRegistry()
-    metrics = TrafficMetrics(registry)
-    metrics.count("ab" * 32, "completion", STATS)
-    metrics.count("b", "completion", SpeculationStats())
-    found = [line for line in lines(registry) if line.startswith("outrider_spec_decode_traffic_accepted_tokens_total{")]
+    metrics = IngressMetrics()
+    metrics.count_traffic("ab" * 32, "completion", STATS)
+    metrics.count_traffic("b", "completion", SpeculationStats())
+    found = [
+        line
+        for line in metrics.text().splitlines()
+        if line.startswith("outrider_spec_decode_traffic_accepted_tokens_total{")
+    ]
     assert found == ['outrider_spec_decode_traffic_accepted_tokens_total{route="completion",tenant="key-abababab"} 5.0']
 
 
@@ -74,7 +77,7 @@ async def test_tenants_are_named_to_admins_and_where_operators_alone_ask(service
             ]
 
     for tenant, route in (("alpha", "chat"), ("beta", "chat"), ("beta", "completion")):
-        service.metrics.traffic.count(tenant, route, STATS)
+        service.metrics.count_traffic(tenant, route, STATS)
     for text in await texts("", "wrong", "secret"):
         assert "alpha" not in text
         assert "tenant=" not in text
