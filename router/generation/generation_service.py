@@ -18,7 +18,6 @@ from router.api_keys import current_client
 from router.backend import Backend, OpenStream, SharedAnswer
 from router.backend.migration import MigratingStreams
 from router.config import IngressConfig
-from router.generation.draft_admin import DraftAdmin
 from router.generation.generation import Generation
 from router.generation.receipts import OpenReceipt, ReceiptKey, digests_of, key_for
 from router.generation.tool_formats import PROMPTED, find_format
@@ -66,13 +65,12 @@ class GenerationService:
         metrics.wanted_pairs.set(config.min_pairs)
         self.tracer = tracer_from_environment() if tracer is None else tracer
         # Streams, from inside out: the backend, migration, tracing.
-        migrating = MigratingStreams(backend.generate, metrics.migrations.inc, self._forget_card)
+        migrating = MigratingStreams(backend.generate, metrics.migrations.inc, self.forget_card)
         self._gate = migrating.gate
         self._open_stream: OpenStream = migrating.generate
         if self.tracer:
             self._open_stream = traced(migrating.generate, self.tracer, config.model_id)
-        self._backend = backend
-        self.drafts = DraftAdmin(backend, self._forget_card)
+        self.backend = backend
         self.peers: Callable[[], Awaitable[Mapping[str, str]]] | None = None  # all ingress replicas' metrics, by name
         self.created_s = int(time.time())
         # Find the forms of thoughts and calls that the chat template shows.
@@ -121,14 +119,15 @@ class GenerationService:
                 self._card_read_s = time.monotonic()
         return self._card
 
-    def _forget_card(self) -> None:
+    def forget_card(self) -> None:
+        """Read the card again for the next request."""
         self._card = None
 
     async def _read_card(self) -> ModelCard:
         """Return the model card, read now. Raises `UnavailableError` if no pair answers in time."""
         try:
             async with asyncio.timeout(_CARD_TIMEOUT_S):
-                card = await self._backend.describe()
+                card = await self.backend.describe()
         except TimeoutError:
             raise UnavailableError(f"No pair has answered within {_CARD_TIMEOUT_S} s.") from None
         self._card_read_s = time.monotonic()
@@ -138,7 +137,7 @@ class GenerationService:
         """Return the metrics of every pair replica. Raises `UnavailableError` if they do not answer in time."""
         try:
             async with asyncio.timeout(_METRICS_TIMEOUT_S):
-                return await self._backend.metrics_texts()
+                return await self.backend.metrics_texts()
         except TimeoutError:
             raise UnavailableError(f"The pairs have not sent their metrics within {_METRICS_TIMEOUT_S} s.") from None
 

@@ -24,21 +24,27 @@ from router.generation.generation_service import GenerationService
 from router.metrics.exposition import ANSWERS_HEADER, CONTENT_TYPE, merge_metrics, proxy_text
 from router.metrics.ingress_metrics import count_requests
 from router.metrics.tracing import trace_requests
-from router.openai.answers import (
-    DetokenizeAnswer,
-    HealthAnswer,
-    InputTokens,
+from router.openai.chat_writer import ChatWriter, CompletionWriter
+from router.openai.draft_admin import (
+    DraftAdmin,
     KilledDrafts,
-    ServedModel,
-    TokenizeAnswer,
+    NoFields,
+    SwapDrafts,
+    TryDrafts,
     drafts_answer,
     running_draft,
 )
-from router.openai.chat_writer import ChatWriter, CompletionWriter
 from router.openai.errors import add_error_handlers
 from router.openai.http_body import BodyReader, ignore_fields
 from router.openai.messages_request import MessagesRequest, MessagesWriter
-from router.openai.openapi import openapi_document
+from router.openai.openapi import (
+    DetokenizeAnswer,
+    HealthAnswer,
+    InputTokens,
+    ServedModel,
+    TokenizeAnswer,
+    openapi_document,
+)
 from router.openai.request_head import (
     CheckHost,
     add_cors,
@@ -51,10 +57,9 @@ from router.openai.request_head import (
     origins_pattern,
     unless_disconnected,
 )
-from router.openai.response_writer import ResponseWriter, start_stream
+from router.openai.response_writer import Body, ResponseWriter, body_json, start_stream
 from router.openai.responses_request import ResponsesRequest, ResponsesWriter
 from router.openai.static_page import PAGE_PREFIX, add_pages
-from router.requests.body import NoFields, SwapDrafts, TryDrafts
 from router.requests.chat_request import ChatCompletionRequest, ForeignChat, unread_parts
 from router.requests.completion_request import CompletionRequest, DetokenizeRequest, TokenizeRequest
 
@@ -75,6 +80,7 @@ class OpenAIApi:
         self._tokenizer = service.files.tokenizer
         self._is_strict = service.config.strict_fields
         self._bodies = BodyReader(service.config.limits, service.metrics, service.body_work, is_strict=self._is_strict)
+        self._drafts = DraftAdmin(service.backend, service.forget_card)
         self._is_metrics_private = is_metrics_private
         self._metrics_texts = {
             is_private: SharedAnswer(partial(self._read_metrics, is_private=is_private)) for is_private in (False, True)
@@ -212,26 +218,26 @@ class OpenAIApi:
     async def kill_drafts(self, request: Request) -> Response:
         """Kill the drafts, to see that the text goes on; for admins, and in JSON, which other sites cannot send."""
         await self._body(request, NoFields)
-        return JSONResponse(KilledDrafts(num_drafts=await self._service.drafts.kill()))
+        return JSONResponse(KilledDrafts(num_drafts=await self._drafts.kill()))
 
     async def drafts(self) -> Response:
         """List the draft of every pair; for admins."""
-        return JSONResponse(drafts_answer(await self._service.drafts.show()))
+        return JSONResponse(drafts_answer(await self._drafts.show()))
 
     async def swap_drafts(self, request: Request) -> Response:
         """Have every pair run another draft; for admins."""
         body = await self._bodies.read(request, SwapDrafts, is_strict=True)
-        return JSONResponse(drafts_answer(await self._service.drafts.swap(SwapDraft(**body.model_dump()))))
+        return JSONResponse(drafts_answer(await self._drafts.swap(SwapDraft(**body.model_dump()))))
 
     async def try_drafts(self, request: Request) -> Response:
         """Have every pair try another draft against its own; for admins."""
         body = await self._bodies.read(request, TryDrafts, is_strict=True)
-        return JSONResponse(drafts_answer(await self._service.drafts.canary(TryDraft(**body.model_dump()))))
+        return JSONResponse(drafts_answer(await self._drafts.canary(TryDraft(**body.model_dump()))))
 
     async def stop_canaries(self, request: Request) -> Response:
         """End all trials of drafts; for admins."""
         await self._bodies.read(request, NoFields, is_strict=True)
-        return JSONResponse(drafts_answer(await self._service.drafts.stop_canary()))
+        return JSONResponse(drafts_answer(await self._drafts.stop_canary()))
 
     async def metrics(self, request: Request) -> Response:
         """Answer with the metrics of all ingress replicas, or of this one, and of the pairs if they answer.
@@ -339,5 +345,5 @@ def _permission(model_id: str, created_s: int) -> dict[str, Any]:
     }
 
 
-def _json(model: BaseModel) -> Response:
-    return Response(model.model_dump_json(exclude_unset=True), media_type="application/json")
+def _json(body: Body) -> Response:
+    return Response(body_json(body), media_type="application/json")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from http import HTTPStatus
+from typing import Literal
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from typing_extensions import TypedDict
 
 from protos.errors import (
     ContextLengthError,
@@ -20,7 +22,6 @@ from protos.errors import (
     ServingError,
 )
 from router.api_keys import current_client
-from router.openai.answers import ErrorAnswer, MessagesError
 
 _MESSAGES = "/v1/messages"
 _ANTHROPIC_TYPES = {
@@ -36,6 +37,35 @@ _ANTHROPIC_TYPES = {
     504: "timeout_error",
 }
 _FULL = "X-Outrider-Full"  # for the proxy (cluster/proxy/refusals.cfg), which removes it
+
+
+class ErrorFields(TypedDict):
+    """`error` of OpenAI's error object."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(TypedDict):
+    """Every failure except on `/v1/messages`."""
+
+    error: ErrorFields
+
+
+class MessagesErrorFields(TypedDict):
+    """`error` of Anthropic's error object."""
+
+    type: str
+    message: str
+
+
+class MessagesError(TypedDict):
+    """A failure of `/v1/messages`."""
+
+    type: Literal["error"]
+    error: MessagesErrorFields
 
 
 def error_object(error: ServingError) -> ErrorAnswer:

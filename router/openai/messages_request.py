@@ -14,7 +14,7 @@ from protos.errors import RequestError, ServingError
 from protos.messages import FinishReason
 from router.generation.delta import Delta
 from router.openai.errors import anthropic_error_object
-from router.openai.response_writer import NamedEvent, NamedEventWriter
+from router.openai.response_writer import NamedEventWriter
 from router.requests.chat_request import ForeignChat, ForeignFields
 from router.requests.generation_fields import Int, TokenLimit
 from router.tokenizer.content_parts import kind_of, plain_content, text_in
@@ -160,10 +160,10 @@ class MessagesWriter(NamedEventWriter):
     _is_started = False
     _last: Delta | None = None
 
-    def full(self, gained: Sequence[Sequence[Delta]]) -> NamedEvent:
+    def full(self, gained: Sequence[Sequence[Delta]]) -> dict[str, Any]:
         content: list[dict[str, Any]] = []
         for event in chain.from_iterable(self.chunks(delta) for delta in gained[0]):
-            match event.model_extra:
+            match event:
                 case {"content_block": block}:
                     content.append({**block, "input": ""} if block["type"] == "tool_use" else block)
                 case {"delta": {"type": "input_json_delta", "partial_json": piece}}:
@@ -174,14 +174,14 @@ class MessagesWriter(NamedEventWriter):
         for block in content:
             if block["type"] == "tool_use":
                 block["input"] = _input(block["input"])
-        return NamedEvent(**self._message(content, self._last))
+        return self._message(content, self._last)
 
-    def _begin(self, delta: Delta) -> Iterable[NamedEvent]:
+    def _begin(self, delta: Delta) -> Iterable[dict[str, Any]]:
         if not self._is_started:
             self._is_started = True
             yield _event("message_start", message=self._message([], None))
 
-    def _chunks(self, piece: Delta) -> Iterable[NamedEvent]:
+    def _chunks(self, piece: Delta) -> Iterable[dict[str, Any]]:
         if piece.reasoning:
             yield from self._gain("thinking", {"type": "thinking_delta", "thinking": piece.reasoning})
         if piece.text:
@@ -194,7 +194,7 @@ class MessagesWriter(NamedEventWriter):
         if piece.finish_reason is not None:
             self._last = piece
 
-    def last_chunks(self) -> Iterable[NamedEvent]:
+    def last_chunks(self) -> Iterable[dict[str, Any]]:
         yield from self._stop()
         if self._last is not None:
             yield _event("message_delta", delta=_ending(self._last), usage=self._usage(), **self._signed())
@@ -226,22 +226,22 @@ class MessagesWriter(NamedEventWriter):
             "output_tokens": usage.completion_tokens,
         }
 
-    def _gain(self, kind: str, delta: dict[str, Any]) -> Iterable[NamedEvent]:
+    def _gain(self, kind: str, delta: dict[str, Any]) -> Iterable[dict[str, Any]]:
         if self._open != kind:
             empty = {"type": "text", "text": ""} if kind == "text" else {"type": kind, "thinking": "", "signature": ""}
             yield from self._start(empty)
         yield self._delta(delta)
 
-    def _start(self, block: dict[str, Any]) -> Iterable[NamedEvent]:
+    def _start(self, block: dict[str, Any]) -> Iterable[dict[str, Any]]:
         yield from self._stop()
         self._rank += 1
         self._open = block["type"]
         yield _event("content_block_start", index=self._rank, content_block=block)
 
-    def _delta(self, delta: dict[str, Any]) -> NamedEvent:
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
         return _event("content_block_delta", index=self._rank, delta=delta)
 
-    def _stop(self) -> Iterable[NamedEvent]:
+    def _stop(self) -> Iterable[dict[str, Any]]:
         if self._open is None:
             return
         if self._open == "thinking":  # clients expect a signature; nothing here would check one
@@ -266,5 +266,5 @@ def _input(arguments: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _event(kind: str, **fields: Any) -> NamedEvent:
-    return NamedEvent(**{"type": kind, **fields})
+def _event(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"type": kind, **fields}

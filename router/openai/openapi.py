@@ -5,28 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, Literal, NotRequired
 
+from openai.types import Model
 from openai.types.responses import Response, ResponseFunctionToolCall, ResponseOutputMessage, ResponseReasoningItem
 from pydantic import BaseModel, TypeAdapter
+from typing_extensions import TypedDict
 
-from router.openai.answers import (
-    DetokenizeAnswer,
-    DraftsAnswer,
-    ErrorAnswer,
-    HealthAnswer,
-    InputTokens,
-    KilledDrafts,
-    Message,
-    MessagesError,
-    ModelList,
-    ServedModel,
-    TokenizeAnswer,
-)
 from router.openai.chat_writer import Chat, ChatChunk, TextCompletion
+from router.openai.draft_admin import DraftsAnswer, KilledDrafts, NoFields, RunningDraft, SwapDrafts, TryDrafts
+from router.openai.errors import ErrorAnswer, MessagesError
 from router.openai.messages_request import MessagesRequest
 from router.openai.responses_request import ResponsesRequest
-from router.requests.body import NoFields, SwapDrafts, TryDrafts
 from router.requests.chat_request import ChatCompletionRequest
 from router.requests.completion_request import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from router.requests.generation_fields import NOT_SERVED
@@ -36,6 +26,97 @@ _STRICT = ("SpeculationFields", "StructuredOutputs")  # a wrong name in these is
 _JSON = "application/json"
 _EVENTS = "text/event-stream"
 _TURN = {"role": "user", "content": "Say hello."}
+
+
+class ServedModel(Model):
+    """An entry of `/v1/models`."""
+
+    max_model_len: int
+    root: str
+    parent: str | None = None
+    permission: list[dict[str, Any]]
+
+
+class ModelList(TypedDict):
+    """The answer of `/v1/models`."""
+
+    object: Literal["list"]
+    data: list[ServedModel]
+
+
+class TokenizeAnswer(TypedDict):
+    """The answer of `/tokenize`."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: NotRequired[list[str | None]]  # null for an id without a token
+
+
+class DetokenizeAnswer(TypedDict):
+    """The answer of `/detokenize`."""
+
+    prompt: str
+
+
+class HealthAnswer(TypedDict):
+    """The answer of the probes; `alarms` are the pair's, if any, `draft` is a draft that can be exchanged."""
+
+    status: Literal["ok"]
+    alarms: NotRequired[list[str]]
+    draft: NotRequired[RunningDraft]
+
+
+class InputTokens(TypedDict):
+    """The answer of `/v1/messages/count_tokens`."""
+
+    input_tokens: int
+
+
+class ThinkingBlock(TypedDict):
+    """A block of an answer's thoughts; nothing here signs them."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+class TextBlock(TypedDict):
+    """A block of text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ToolUseBlock(TypedDict):
+    """A call of a tool."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class MessagesUsage(TypedDict):
+    """Token counts in Anthropic's form: `input_tokens` excludes cached tokens."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class Message(TypedDict):
+    """The answer of `/v1/messages`."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[ThinkingBlock | TextBlock | ToolUseBlock]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_sequence: str | None
+    usage: MessagesUsage
 
 
 class ResponseBody(Response):

@@ -10,7 +10,8 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from itertools import chain
 from typing import Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
+from pydantic_core import to_json
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -32,6 +33,7 @@ from router.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+Body = BaseModel | dict[str, Any]  # an answer or an event; a dictionary where no required package has its type
 OpenAIFinishReason = Literal["stop", "length", "tool_calls"]
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which every reader of events leaves out
 KEEP_ALIVE_S = 15.0
@@ -50,30 +52,30 @@ class ResponseWriter(ABC):
         self._num_open = generation.num_choices
 
     @abstractmethod
-    def full(self, gained: Sequence[Sequence[Delta]]) -> BaseModel:
+    def full(self, gained: Sequence[Sequence[Delta]]) -> Body:
         """Return the answer in one body, from all deltas of each choice."""
 
-    def chunks(self, delta: Delta) -> Iterable[BaseModel]:
+    def chunks(self, delta: Delta) -> Iterable[Body]:
         """Yield a chunk for each part of a delta: text, thought, call; none if the client sees nothing of it."""
         yield from self._begin(delta)
         for piece in pieces(delta):
             yield from self._chunks(piece)
 
-    def _begin(self, delta: Delta) -> Iterable[BaseModel]:
+    def _begin(self, delta: Delta) -> Iterable[Body]:
         """Yield what precedes the first chunk of a choice."""
         return ()
 
     @abstractmethod
-    def _chunks(self, piece: Delta) -> Iterable[BaseModel]:
+    def _chunks(self, piece: Delta) -> Iterable[Body]:
         """Yield the chunks for a delta with one part."""
 
     @abstractmethod
-    def last_chunks(self) -> Iterable[BaseModel]:
+    def last_chunks(self) -> Iterable[Body]:
         """Yield the chunks after the last delta: one with the usage, for a client that asked for it."""
 
-    def event(self, chunk: BaseModel) -> bytes:
+    def event(self, chunk: Body) -> bytes:
         """Return a chunk as a server-sent event."""
-        return b"data: " + chunk.model_dump_json(exclude_unset=True).encode() + b"\n\n"
+        return b"data: " + body_json(chunk) + b"\n\n"
 
     def error_event(self, error: ServingError) -> bytes:
         """Return the last event of a stream that failed."""
@@ -154,20 +156,19 @@ class ResponseWriter(ABC):
         )
 
 
-class NamedEvent(BaseModel):
-    """A body or an event of an API that names its events; its fields follow that API's types."""
-
-    model_config = ConfigDict(extra="allow")
-
-
 class NamedEventWriter(ResponseWriter):
     """Writes the one choice of a turn, in events with names."""
 
     end = b""
 
-    def event(self, chunk: BaseModel) -> bytes:
-        kind = (chunk.model_extra or {})["type"]
-        return f"event: {kind}\ndata: {chunk.model_dump_json()}\n\n".encode()
+    def event(self, chunk: Body) -> bytes:
+        assert isinstance(chunk, dict)
+        return f"event: {chunk['type']}\ndata: ".encode() + body_json(chunk) + b"\n\n"
+
+
+def body_json(body: Body) -> bytes:
+    """Return the JSON of an answer or of an event."""
+    return to_json(body) if isinstance(body, dict) else body.model_dump_json(exclude_unset=True).encode()
 
 
 def openai_reason(reason: FinishReason | None) -> OpenAIFinishReason | None:
@@ -183,7 +184,7 @@ class EventStream(StreamingResponse):
 
     def __init__(
         self,
-        first: asyncio.Task[Iterable[BaseModel]],
+        first: asyncio.Task[Iterable[Body]],
         deltas: AsyncGenerator[Delta, None],
         writer: ResponseWriter,
     ) -> None:
@@ -244,7 +245,7 @@ async def start_stream(generation: Generation, writer: ResponseWriter) -> EventS
     return EventStream(first, deltas, writer)
 
 
-async def _end(first: asyncio.Task[Iterable[BaseModel]], deltas: AsyncGenerator[Delta, None]) -> None:
+async def _end(first: asyncio.Task[Iterable[Body]], deltas: AsyncGenerator[Delta, None]) -> None:
     """Close `deltas`, after the task that may be waiting for the first of them."""
     if not first.done():
         first.cancel()
@@ -252,7 +253,7 @@ async def _end(first: asyncio.Task[Iterable[BaseModel]], deltas: AsyncGenerator[
     await deltas.aclose()
 
 
-async def _first_chunks(deltas: AsyncGenerator[Delta, None], writer: ResponseWriter) -> Iterable[BaseModel]:
+async def _first_chunks(deltas: AsyncGenerator[Delta, None], writer: ResponseWriter) -> Iterable[Body]:
     """Return the chunks of the first delta that has any; later chunks of it are made when they are sent."""
     async for delta in deltas:
         chunks = iter(writer.chunks(delta))

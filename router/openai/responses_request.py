@@ -14,7 +14,7 @@ from protos.errors import RequestError, ServingError
 from protos.messages import FinishReason
 from router.generation.delta import Delta
 from router.generation.generation import Generation
-from router.openai.response_writer import NamedEvent, NamedEventWriter
+from router.openai.response_writer import NamedEventWriter
 from router.requests.chat_request import ForeignChat, ForeignFields
 from router.requests.generation_fields import Text, TokenLimit
 from router.tokenizer import Tokenizer
@@ -195,18 +195,18 @@ class ResponsesWriter(NamedEventWriter):
         self._num_events = 0
         self._reason: FinishReason | None = None
 
-    def full(self, gained: Sequence[Sequence[Delta]]) -> NamedEvent:
+    def full(self, gained: Sequence[Sequence[Delta]]) -> dict[str, Any]:
         for delta in gained[0]:
             deque(self.chunks(delta), maxlen=0)  # items grow as in a stream
         deque(self._close(), maxlen=0)
-        return NamedEvent(**self._response(self._status))
+        return self._response(self._status)
 
-    def _begin(self, delta: Delta) -> Iterable[NamedEvent]:
+    def _begin(self, delta: Delta) -> Iterable[dict[str, Any]]:
         if self._num_events == 0:
             yield self._event("response.created", response=self._response("in_progress"))
             yield self._event("response.in_progress", response=self._response("in_progress"))
 
-    def _chunks(self, piece: Delta) -> Iterable[NamedEvent]:
+    def _chunks(self, piece: Delta) -> Iterable[dict[str, Any]]:
         if piece.reasoning:
             yield from self._gain_part("reasoning", piece.reasoning)
         if piece.text:
@@ -221,7 +221,7 @@ class ResponsesWriter(NamedEventWriter):
                 yield self._item_event("response.function_call_arguments.delta", delta=call.arguments)
         self._reason = piece.finish_reason
 
-    def last_chunks(self) -> Iterable[NamedEvent]:
+    def last_chunks(self) -> Iterable[dict[str, Any]]:
         yield from self._close()
         yield self._event(f"response.{self._status}", response=self._response(self._status))
 
@@ -233,7 +233,7 @@ class ResponsesWriter(NamedEventWriter):
     def _status(self) -> str:
         return "incomplete" if self._reason is FinishReason.LENGTH else "completed"
 
-    def _gain_part(self, kind: str, text: str) -> Iterable[NamedEvent]:
+    def _gain_part(self, kind: str, text: str) -> Iterable[dict[str, Any]]:
         """Add text to the open item, opening a new one if another kind is open."""
         is_message = kind == "message"
         if not self._is_open or self._items[-1]["type"] != kind:
@@ -250,14 +250,14 @@ class ResponsesWriter(NamedEventWriter):
         logprobs: dict[str, Any] = {"logprobs": []} if is_message else {}
         yield self._part_event(f"response.{_part_name(kind)}.delta", delta=text, **logprobs)
 
-    def _open(self, prefix: str, item: dict[str, Any]) -> Iterable[NamedEvent]:
+    def _open(self, prefix: str, item: dict[str, Any]) -> Iterable[dict[str, Any]]:
         self._items.append({"id": f"{prefix}_{self._key}_{len(self._items)}", **item, "status": "in_progress"})
         self._is_open = True
         yield self._event(
             "response.output_item.added", output_index=len(self._items) - 1, item=_copied(self._items[-1])
         )
 
-    def _close(self) -> Iterable[NamedEvent]:
+    def _close(self) -> Iterable[dict[str, Any]]:
         if not self._is_open:
             return
         self._is_open = False
@@ -273,15 +273,15 @@ class ResponsesWriter(NamedEventWriter):
             yield self._part_event("response.content_part.done", part=dict(part))
         yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=_copied(item))
 
-    def _part_event(self, kind: str, **fields: Any) -> NamedEvent:
+    def _part_event(self, kind: str, **fields: Any) -> dict[str, Any]:
         return self._item_event(kind, content_index=0, **fields)
 
-    def _item_event(self, kind: str, **fields: Any) -> NamedEvent:
+    def _item_event(self, kind: str, **fields: Any) -> dict[str, Any]:
         return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **fields)
 
-    def _event(self, kind: str, **fields: Any) -> NamedEvent:
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         self._num_events += 1
-        return NamedEvent(**{"type": kind, "sequence_number": self._num_events - 1, **fields})
+        return {"type": kind, "sequence_number": self._num_events - 1, **fields}
 
     def _response(self, status: str) -> dict[str, Any]:
         body = self._body

@@ -1,4 +1,4 @@
-"""The base of every request body, its violations as messages, the thread for long bodies, and the bodies of admins."""
+"""The base of every request body, its violations as messages, and the thread for long bodies."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import islice
-from typing import Annotated, TypeVar, get_args
+from typing import TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from protos.client_text import check_parts
 from protos.errors import RequestError
-from protos.served_model import TryDraft
 
 _LIMITS = {
     "greater_than": "greater than {gt}",
@@ -153,32 +152,3 @@ def read_json(text: str, name: str, param: str) -> object:
         raise RequestError(f"{name} is not valid JSON: {error}.", param=param) from None
     except RecursionError:
         raise RequestError(f"{name} is nested too deeply; send a flatter value.", param=param) from None
-
-
-class NoFields(Body):
-    """The body of an order without fields: a page of another site cannot send JSON."""
-
-
-_TRIAL = TryDraft("")
-
-
-class SwapDrafts(Body):
-    """The body of `/admin/drafts/swap`: a folder on the pairs' nodes, and the seconds that its start may take.
-
-    `method` names one of several drafts; left out, it is the deployment's own.
-    """
-
-    path: Annotated[str, StringConstraints(min_length=1, max_length=4096, pattern=r"^/")]
-    wait_s: float = Field(default=120.0, ge=1.0, le=3600.0, strict=False)
-    method: str = Field(default="", max_length=32)
-
-
-class TryDrafts(SwapDrafts):
-    """The body of `/admin/drafts/canary`: the limits of the trial (`protos.served_model.TryDraft`)."""
-
-    block_s: float = Field(default=_TRIAL.block_s, ge=0.1, le=3600.0, strict=False)
-    deadline_s: float = Field(default=_TRIAL.deadline_s, ge=1.0, le=604_800.0, strict=False)
-    min_gain: float = Field(default=_TRIAL.min_gain, gt=0.0, le=10.0, strict=False)
-    false_keep: float = Field(default=_TRIAL.false_keep, ge=1e-6, le=0.5, strict=False)
-    false_rollback: float = Field(default=_TRIAL.false_rollback, ge=1e-6, le=0.5, strict=False)
-    max_pairs: int = Field(default=_TRIAL.max_pairs, ge=4, le=1000)

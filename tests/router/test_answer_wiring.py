@@ -26,7 +26,7 @@ from router.generation.delta import Delta, ToolCallDelta
 from router.generation.generation_service import GenerationService
 from router.generation.usage import Usage
 from router.grpc_api.api import choice_message, chunk_message, usage_message
-from router.openai.answers import drafts_answer
+from router.openai.draft_admin import drafts_answer
 from router.openai.usage import explanation_object, usage_object
 from tests.protos.filled import at_default, filled
 from tests.router.fixtures.grpc_channel import grpc_channel
