@@ -46,8 +46,8 @@ PONG_TIMEOUT_S = 10.0  # for a target's answer to a ping, and its greeting; a ta
 class TargetClient:
     """Connects whenever a target listens at `path`. Without a target every request fails at once.
 
-    `on_event` is called with each greeting, report and loss of a target. `card` describes the last target that greeted. `feeds` are the connections to ingresses. `task` runs until
-    `close`.
+    `on_event` is called with each greeting, report and loss of a target. `card` describes the last target that greeted.
+    `feeds` are the connections to ingresses. `task` runs until `close`.
     """
 
     def __init__(self, path: Path, on_event: Callable[[TargetEvent], None] = lambda _: None) -> None:

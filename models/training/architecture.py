@@ -1,8 +1,8 @@
 """The demo pair: its tokenizer, and the shapes, initial weights and hidden states of its two Llamas.
 
 The tokenizer is a byte-level BPE of 4,096 entries with a chat template. Its saved folder serves both
-`tokenizers.Tokenizer.from_file` and `AutoTokenizer`. The target is deep and narrow on purpose: at this size the layers determine the cost of a step, so a two-layer draft is
-cheap.
+`tokenizers.Tokenizer.from_file` and `AutoTokenizer`. The target is deep and narrow on purpose: at this size the layers
+determine the cost of a step, so a two-layer draft is cheap.
 """
 
 import copy

@@ -1,7 +1,8 @@
 """Losses, acceptance and samples of a pair on held-out files, and the model card that they fill.
 
-The draft's acceptance is measured on the target's own continuations. A position is accepted only if all earlier ones are, so the draft always continues the target's own tokens. Therefore
-one teacher-forced pass over the finished text gives every decision of every round.
+The draft's acceptance is measured on the target's own continuations. A position is accepted only if all earlier ones
+are, so the draft always continues the target's own tokens. Therefore one teacher-forced pass over the finished text
+gives every decision of every round.
 """
 
 import itertools

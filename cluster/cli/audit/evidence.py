@@ -272,8 +272,8 @@ class HitEvidence:
         return _trials_needed(self._rate, threshold)
 
 
-# The evidence of one part of a check. `log_evidence` is 0 before any draw. `is_enough` is true if the planned fault would
-# have exceeded the threshold with probability POWER, and `num_needed` the expected number of draws until then.
+# The evidence of one part of a check. `log_evidence` is 0 before any draw. `is_enough` is true if the planned fault
+# would have exceeded the threshold with probability POWER, and `num_needed` the expected number of draws until then.
 Evidence = DrawEvidence | LeastEvidence | HitEvidence
 
 
