@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.client import HTTPException
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
+import httpx
 import typer
-from httpx import HTTPError
 from openai import APIConnectionError, OpenAI, OpenAIError
 from typer import Option
 
@@ -20,7 +19,6 @@ URL = "http://127.0.0.1:8000/v1"
 API_KEY = "none"
 
 NOT_UNDERSTOOD = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
-NO_ANSWER = (OSError, HTTPException, *NOT_UNDERSTOOD)  # without OpenAI's client
 
 
 class AnswerError(ServingError):
@@ -32,7 +30,7 @@ def understood(what: str = "the server's answer") -> Iterator[None]:
     """Raise AnswerError if a server refuses a request, or `what` has an unexpected form."""
     try:
         yield
-    except (OpenAIError, HTTPError) as error:
+    except (OpenAIError, httpx.HTTPError, httpx.InvalidURL) as error:
         raise AnswerError(str(error)) from None
     except NOT_UNDERSTOOD as error:
         raise AnswerError(f"{what} has an unexpected form: {type(error).__name__}: {error}") from None
@@ -64,6 +62,13 @@ def finite(value: float | None) -> float | None:
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"{value} is not a finite number")
     return value
+
+
+def request_page(url: str, api_key: str, path: str, body: Any = None, timeout_s: float = 5.0) -> httpx.Response:
+    """Return a page of the server at `url` that is not below /v1; POST a `body`. Raises httpx.HTTPError."""
+    address = url.rstrip("/").removesuffix("/v1") + path
+    headers = {"Authorization": f"Bearer {api_key}"}
+    return httpx.request("GET" if body is None else "POST", address, json=body, headers=headers, timeout=timeout_s)
 
 
 def served_model(url: str, api_key: str, model: str | None) -> str:

@@ -6,29 +6,16 @@ import asyncio
 import time
 from collections.abc import Callable
 from typing import ClassVar
-from urllib.request import Request, urlopen
 
 from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import BindingType
 from textual.widgets import DataTable, Footer, Static
 
-from cluster.cli.figures import ClassFigures, Figures, Reading, figures_between, read_metrics
-from cluster.cli.server import NO_ANSWER
+from cluster.cli.figures import ClassFigures, Figures, Reading, figures_between
+from cluster.cli.server import NOT_UNDERSTOOD, AnswerError
 
 _MAX_POSITIONS = 8
-
-
-def http_reader(url: str, api_key: str) -> Callable[[], Reading]:
-    """Return a function that reads the `/metrics` of a server, given its base address with or without `/v1`."""
-    address = url.rstrip("/").removesuffix("/v1") + "/metrics"
-    request = Request(address, headers={"Authorization": f"Bearer {api_key}"})
-
-    def read() -> Reading:
-        with urlopen(request, timeout=5.0) as response:
-            return read_metrics(response.read().decode("utf-8"))
-
-    return read
 
 
 class TopView(App[None]):
@@ -72,7 +59,7 @@ class TopView(App[None]):
             now = await asyncio.to_thread(self._read)
             now_s = time.monotonic()
             figures = figures_between(self._before or now, now, max(now_s - self._before_s, 1e-3))
-        except NO_ANSWER as error:
+        except (AnswerError, *NOT_UNDERSTOOD) as error:
             self.query_one("#alarms", Static).update(Text(f"no metrics: {error}", style="bold red"))
             return
         self._before, self._before_s = now, now_s

@@ -9,7 +9,6 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import chdir, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO
@@ -33,23 +32,6 @@ from protos.linux import wait_for_cores
 _PROJECT = Path(__file__).resolve().parents[2]
 _OWNER = "owner"
 _FOLDERS, _PREFIX = Path("/tmp"), "outray-"  # short, whatever TMPDIR is: HAProxy takes 97 bytes of a socket's path
-
-
-@dataclass(frozen=True, slots=True)
-class AppStatus:
-    """Serve's report on the application: its status, the reason, and its unhealthy or starting deployments."""
-
-    status: str
-    message: str
-    waiting: tuple[str, ...] = ()
-
-    @property
-    def is_running(self) -> bool:
-        return self.status == "RUNNING"
-
-    @property
-    def is_failed(self) -> bool:
-        return self.status in ("DEPLOY_FAILED", "UNHEALTHY")
 
 
 class LocalCluster:
@@ -115,19 +97,14 @@ class LocalCluster:
         except (ValueError, RayTaskError) as error:
             raise ConfigError(f"Serve refused the deployment: {error}") from None
 
-    def wait_running(self, on_wait: Callable[[AppStatus], None]) -> None:
-        """Return when every replica serves; call `on_wait` with the status twice a second.
+    def wait_running(self, on_wait: Callable[[str], None]) -> None:
+        """Return when every replica serves; twice a second call `on_wait` with the deployments that do not, and why.
 
         Raises:
             ConfigError: the deployment failed, with Serve's reason.
         """
-        while True:
-            status = self._status()
-            if status.is_running:
-                return
-            if status.is_failed:
-                raise ConfigError(f"the deployment failed: {_reason(status.message)}")
-            on_wait(status)
+        while (waiting := _waiting()) is not None:
+            on_wait(waiting)
             time.sleep(0.5)
 
     def undeploy(self) -> None:
@@ -156,14 +133,22 @@ class LocalCluster:
         if self._owner is not None:
             self._owner.close()
 
-    def _status(self) -> AppStatus:
-        applications = serve.status().applications
-        if not applications:
-            return AppStatus("DEPLOYING", "")
-        application = next(iter(applications.values()))
-        waiting = {name: each for name, each in application.deployments.items() if each.status.value != "HEALTHY"}
-        messages = (application.message, *(f"{name}: {each.message}" for name, each in waiting.items() if each.message))
-        return AppStatus(application.status.value, "\n".join(filter(None, messages)), tuple(waiting))
+
+def _waiting() -> str | None:
+    """Return the deployments that do not serve yet, and Serve's reason; None if all serve. Raises ConfigError."""
+    application = next(iter(serve.status().applications.values()), None)
+    if application is None:
+        return "the application"
+    status = application.status.value
+    if status == "RUNNING":
+        return None
+    waiting = {name: each.message for name, each in application.deployments.items() if each.status.value != "HEALTHY"}
+    messages = [application.message, *(f"{name}: {message}" for name, message in waiting.items() if message)]
+    message = "\n".join(filter(None, messages))
+    if status in ("DEPLOY_FAILED", "UNHEALTHY"):
+        raise ConfigError(f"the deployment failed: {_reason(message)}")
+    reason = message.partition("\n")[0]
+    return f"{' and '.join(waiting) or 'the application'}{': ' if reason else ''}{reason}"
 
 
 def refuse_changed_address(http: HTTPOptions, grpc: gRPCOptions, wanted: ServeDeploySchema) -> None:

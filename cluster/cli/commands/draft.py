@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
+import httpx
 import typer
 from rich.table import Table
 from rich.text import Text
 from typer import Argument, Option
 
 from cluster.cli import console
-from cluster.cli.server import API_KEY, NO_ANSWER, URL, ServerUrl
+from cluster.cli.server import API_KEY, NOT_UNDERSTOOD, URL, AnswerError, ServerUrl, request_page, understood
 from protos.errors import ConfigError
 from protos.served_model import ANSWER_S, CHECK_TIMEOUT_S, RETURN_S, TryDraft
 
@@ -99,25 +98,20 @@ def _named(method: str) -> dict[str, str]:
 
 def _call(url: str, api_key: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> list[list[str]]:
     """Return a row for each draft in the server's reply. Raises ConfigError with the reason of a refusal."""
-    address = url.rstrip("/").removesuffix("/v1") + path
-    headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
-    data = None if body is None else json.dumps(body).encode()
     try:
-        with urlopen(Request(address, data, headers), timeout=timeout_s) as response:
-            return [_row(each) for each in json.load(response)["drafts"]]
-    except HTTPError as error:
-        raise ConfigError(_reason(error)) from None
-    except NO_ANSWER as error:
-        raise ConfigError(
-            f"cannot get the drafts from {url}: {type(error).__name__}: {error}; start a server, or give --url"
-        ) from None
+        with understood():
+            response = request_page(url, api_key, path, body, timeout_s)
+            if response.is_success:
+                return [_row(each) for each in response.json()["drafts"]]
+    except AnswerError as error:
+        raise ConfigError(f"cannot get the drafts from {url}: {error}; start a server, or give --url") from None
+    raise ConfigError(_reason(response))
 
 
-def _reason(error: HTTPError) -> str:
-    try:
-        return str(json.load(error)["error"]["message"])
-    except NO_ANSWER:
-        return f"the server returned {error.code} {error.reason}"
+def _reason(response: httpx.Response) -> str:
+    with suppress(*NOT_UNDERSTOOD):
+        return str(response.json()["error"]["message"])
+    return f"the server returned {response.status_code} {response.reason_phrase}"
 
 
 def _print(rows: list[list[str]]) -> None:

@@ -164,9 +164,9 @@ def plan(
         output_tokens=output_tokens,
         num_tree_nodes=given.tree_nodes,
     )
+    drafts = f"drafts: {given.description}"
     report(
-        f"{given.target} in {deployment.target.dtype} on {deployment.num_devices} x {device.name} "
-        f"({device.source}, {device.date}), drafts: {given.description}"
+        f"{given.target} in {given.dtype} on {given.gpus} x {device.name} ({device.source}, {device.date}), {drafts}"
     )
     _report_plan(deployment, streams, rate, max_itl_ms)
 

@@ -24,7 +24,7 @@ from cluster.cli.deployment import BUNDLED, SetOptions, deployment_of, to_yaml
 from cluster.cli.serve_view import LoadingView, invitation, loading_view, race_in_terminal
 from cluster.config import DeployConfig
 from cluster.deploy_file import DeployFile, checked_deployment, read_deploy_file
-from cluster.local.local_cluster import AppStatus, LocalCluster, logs_folder
+from cluster.local.local_cluster import LocalCluster, logs_folder
 from cluster.local.serve_environment import refuse_ipv6
 from cluster.placement import most_gpus
 from cluster.preflight import check_gpus, check_memory, check_ports
@@ -226,10 +226,8 @@ def _stop(cluster: LocalCluster) -> None:
         cluster.kill()
 
 
-def _follow(interrupt: Interrupt, view: LoadingView, status: AppStatus) -> None:
-    """Show Serve's reason for waiting in the view; the first signal ends the wait."""
+def _follow(interrupt: Interrupt, view: LoadingView, reason: str) -> None:
+    """Show the reason for waiting in the view; the first signal ends the wait."""
     if interrupt.is_set.is_set():
         raise InterruptedStartError
-    waiting = " and ".join(status.waiting) or "the application"
-    reason = f": {lines[0]}" if (lines := status.message.splitlines()) else ""
-    view.waiting_for(f"{waiting}{reason}")
+    view.waiting_for(reason)

@@ -6,7 +6,8 @@ from typing import Annotated
 
 from typer import Option
 
-from cluster.cli.server import API_KEY, NO_ANSWER, URL, ServerUrl
+from cluster.cli.figures import Reading, read_metrics
+from cluster.cli.server import API_KEY, URL, AnswerError, ServerUrl, request_page, understood
 from protos.errors import ConfigError
 
 
@@ -17,14 +18,16 @@ def top(
 ) -> None:
     """Watch a server: pairs, acceptance by class, tokens per second, KV, queues, alarms; q quits."""
     try:
-        from cluster.cli.top_view import TopView, http_reader  # textual comes with the extra `top`
+        from cluster.cli.top_view import TopView  # textual comes with the extra `top`
     except ImportError as error:
         raise ConfigError(f"outrider top needs {error.name}; pip install 'outrider[top]'") from error
-    read = http_reader(url, api_key)
+
+    def read() -> Reading:
+        with understood():
+            return read_metrics(request_page(url, api_key, "/metrics").raise_for_status().text)
+
     try:
         read()
-    except NO_ANSWER as error:
-        raise ConfigError(
-            f"cannot get metrics from {url}: {type(error).__name__}: {error}; start a server, or give --url"
-        ) from None
+    except AnswerError as error:
+        raise ConfigError(f"cannot get metrics from {url}: {error}; start a server, or give --url") from None
     TopView(read, interval_s).run()

@@ -7,6 +7,7 @@ from textual.widgets import DataTable, Static
 
 from cluster.cli.__main__ import main
 from cluster.cli.figures import figures_between, read_metrics
+from cluster.cli.server import AnswerError
 from cluster.cli.top_view import TopView
 from cluster.local.serve_environment import free_ports
 
@@ -83,7 +84,7 @@ async def test_a_server_that_goes_away_is_told_of_and_does_not_end_the_view():
         try:
             return next(readings)
         except StopIteration:
-            raise OSError("connection refused") from None
+            raise AnswerError("connection refused") from None
 
     app = TopView(read, interval_s=3600.0)
     async with app.run_test() as pilot:
