@@ -283,7 +283,7 @@ MAX_LOG_BYTES = GIB  # of logged positions: 2.7 million; a training reads the la
 
 
 class KVDtype(StrEnum):
-    """The dtype of cached keys and values (`engine.kv_cache.kv_dtype`); INT8 and FP8 take half of bfloat16's bytes."""
+    """The dtype of cached keys and values (`engine.kv_cache.pool`); INT8 and FP8 take half of bfloat16's bytes."""
 
     AUTO = "auto"  # the model's own dtype
     INT8 = "int8"  # on processors

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.proposer.vocab_mapping.choice import choose_vocabulary
+from engine.proposer.vocab_mapping.translation import choose_vocabulary
 from protos.errors import ConfigError
 from tuning.student import LanguageModel, Student
 

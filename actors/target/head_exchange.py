@@ -17,7 +17,7 @@ from engine.engine_core import EngineCore
 from engine.model.draft_heads.checkpoint import head_folder, head_version
 from engine.model.draft_heads.loader import Head
 from engine.model.runner.model_runner import ModelRunner
-from engine.proposer.hidden_state.factory import HeadWatch
+from engine.proposer.hidden_state.factory import HeadReport
 from protos.errors import ConfigError, RequestError, ServingError
 from protos.served_model import digest
 
@@ -99,7 +99,7 @@ class HeadExchange:
     def _try(self, loaded: _LoadedHead) -> None:
         previous_path = self._previous_path if self._is_on_trial else self._running.path
         write_choice(self._folder, DraftChoice(previous_path, tried=loaded.path))
-        self._change_to(loaded, self)
+        self._change_to(loaded, self._on_report)
         self._previous_path, self._is_on_trial, self._failure = previous_path, True, None
 
     def _loaded(self, path: str) -> _LoadedHead:
@@ -123,13 +123,13 @@ class HeadExchange:
         except (OSError, ConfigError):
             return False  # the files are gone, and the loaded head is all that is left
 
-    def _change_to(self, loaded: _LoadedHead, watch: HeadWatch | None) -> None:
+    def _change_to(self, loaded: _LoadedHead, report: HeadReport | None) -> None:
         """Exchange the heads between two steps."""
         done: Future[None] = Future()
 
         def exchange() -> None:
             try:
-                self._core.exchange_head(loaded.head, watch)
+                self._core.exchange_head(loaded.head, report)
                 self._other, self._running = self._running, loaded
                 done.set_result(None)
             except Exception as error:  # the order fails, and the steps go on
@@ -138,13 +138,9 @@ class HeadExchange:
         self._submit(exchange)
         done.result()
 
-    def on_served(self) -> None:
-        """End the trial of the running head."""
-        self._worker.submit(self._end_trial, self._running)
-
-    def on_failed(self) -> None:
-        """Go back to the previous head."""
-        self._worker.submit(self._go_back, self._running)
+    def _on_report(self, has_served: bool) -> None:
+        """End the trial of the running head, or go back to the previous one."""
+        self._worker.submit(self._end_trial if has_served else self._go_back, self._running)
 
     def _end_trial(self, served: _LoadedHead) -> None:
         if served is self._running:

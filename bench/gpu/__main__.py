@@ -30,7 +30,7 @@ from bench.gpu.plan import Plan
 from bench.gpu.table import NOT_MEASURED, GpuResults, Missing
 from bench.wide_fixture import LLAMA_3_1B, LLAMA_3_8B, WideShape, build_wide_fixture
 from engine.config import KVDtype
-from engine.kv_cache.kv_dtype import kv_name
+from engine.kv_cache.pool import kv_name
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 NEEDED = ("msgspec", "llguidance", "tokenizers", "transformers", "safetensors")

@@ -27,7 +27,7 @@ from engine.config import (
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
 from engine.model.cuda_graphs.recorder import ForwardOutput, graph_recorder
-from engine.proposer.text_match.ngram import NgramProposer
+from engine.proposer.text_match.text_matcher import NgramProposer
 from protos.messages import SamplingParams
 
 T = TypeVar("T")

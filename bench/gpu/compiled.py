@@ -31,8 +31,7 @@ from engine.kv_cache.triton_store import store_heads
 from engine.model.decoders.triton_rows import norm_rows, rotate_heads
 from engine.model.linear import triton_few_bits, triton_product
 from engine.model.linear.triton_product import gate_rows
-from engine.recurrent.triton_kernel import convolve_rows, gate_and_norm, scan_heads
-from engine.recurrent.triton_mixer import CHANNELS, state_block
+from engine.recurrent.triton_mixer import CHANNELS, convolve_rows, gate_and_norm, scan_heads, state_block
 from engine.sampling.triton_draw import draw_blocks, edit_blocks, pick_tokens
 from engine.sampling.triton_nucleus import draw_nuclei, find_thresholds
 

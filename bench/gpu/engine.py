@@ -36,7 +36,7 @@ from engine.model.runner.model_runner import ModelRunner
 from engine.proposer import NoProposer, Proposer
 from engine.remote_prefill.fetch_table import PrefillLoad, PrefillSource
 from engine.sampling.sampler import Sampler
-from engine.scheduler.async_scheduling import AsyncScheduling, SyncScheduling
+from engine.scheduler.async_scheduling import AsyncScheduling
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence.sequence import Sequence
 from engine.verifier.verifier import Verifier
@@ -164,7 +164,7 @@ class GpuBench:
         verifier = Verifier(Sampler())
         overlaps = mode.overlaps and self.runner.can_overlap
         overlap = AsyncScheduling(self.runner, scheduler, verifier) if overlaps else None
-        parts = Speculation(proposer, verifier, speculation, overlap=overlap or SyncScheduling())
+        parts = Speculation(proposer, verifier, speculation, overlap=overlap)
         return EngineCore(self.runner, scheduler, parts)
 
 

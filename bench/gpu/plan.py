@@ -9,7 +9,7 @@ import torch
 from bench.gpu.floor import ModelCost
 from bench.wide_fixture import WideShape
 from engine.config import KVDtype
-from engine.kv_cache.kv_dtype import head_bytes
+from engine.kv_cache.pool import head_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,6 @@ from engine.approximate.reasoning_sequence import Phase, ReasoningSequence, Step
 from engine.batch.draft import NO_DRAFT, Draft
 from engine.config import StepConfig
 from engine.proposer import Proposer
-from engine.sampling.vocabulary import Vocabulary
 from engine.sequence.batch import DraftQuery, check_draft
 from engine.sequence.sequence import Sequence
 from engine.verifier.verifier import Verifier
@@ -49,7 +48,7 @@ class StepSpeculation:
         proposer: Drafts for everything else.
         writer: The draft that writes steps; may be `proposer` or a part of it.
         verifier: Verifies everything else.
-        vocabulary: The target's token ids.
+        vocab_size: The number of the target's token ids.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class StepSpeculation:
         proposer: Proposer,
         writer: Proposer,
         verifier: Verifier,
-        vocabulary: Vocabulary,
+        vocab_size: int,
     ) -> None:
         self.stats = ReasoningStats()
         self._config = config
@@ -70,7 +69,7 @@ class StepSpeculation:
         self._proposer = proposer
         self._writer = writer
         self._verifier = verifier
-        self._vocabulary = vocabulary
+        self._vocab_size = vocab_size
         self._reasoning: dict[str, ReasoningSequence] = {}
 
     def open(self, sequence: Sequence) -> None:
@@ -107,7 +106,7 @@ class StepSpeculation:
             return False
         queries = [reasoning.query(self._num_wanted(reasoning)) for reasoning in writing]
         for reasoning, query, draft in zip(writing, queries, self._writer.propose(queries), strict=True):
-            self._extend(reasoning, check_draft(draft, query, self._vocabulary).token_ids)
+            self._extend(reasoning, check_draft(draft, query, self._vocab_size).token_ids)
         self._writer.commit([reasoning.draft_sequence for reasoning in writing if reasoning.phase is Phase.DRAFT])
         return True
 
@@ -279,5 +278,5 @@ def step_speculation(
         proposer=proposer,
         writer=writer,
         verifier=verifier,
-        vocabulary=Vocabulary(vocab_size),
+        vocab_size=vocab_size,
     )

@@ -21,8 +21,7 @@ from engine.batch.draft import path_to
 from engine.batch.indexing import Index
 from engine.batch.span import Span
 from engine.config import KVDtype
-from engine.kv_cache.kv_dtype import kv_name
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.pool import KVCache, kv_name
 from engine.native.library import kernel, kernels_for
 from protos.errors import ConfigError
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -20,21 +20,26 @@ from engine.accounting.record import PassRecord, SequencePass, passed_rows
 from engine.accounting.request_limits import check_steps
 from engine.accounting.step_times import StepTimer, StepTimes, timed
 from engine.approximate.steps import StepSpeculation
-from engine.batch.span import Span
 from engine.config import SpeculationConfig
 from engine.kv_cache.block_manager import BlockManager
-from engine.kv_cache.block_pool import KVMove
 from engine.model.draft_heads.loader import Head
 from engine.position_log.position_log import PositionLog
 from engine.proposer import Proposer
-from engine.proposer.hidden_state.factory import HeadWatch, LiveHead
+from engine.proposer.hidden_state.factory import HeadReport, LiveHead
 from engine.proposer.method_dispatcher import HybridProposer
 from engine.sampling.grammar_compiler import GrammarCompiler
-from engine.sampling.vocabulary import Vocabulary
-from engine.scheduler.async_scheduling import InFlightBatch, SyncScheduling
+from engine.scheduler.async_scheduling import AsyncScheduling, InFlightBatch, Runner
 from engine.scheduler.ending import NonFiniteReport, plain_reason, score_prompts, token_sources
 from engine.scheduler.scheduler import Scheduler
-from engine.sequence.batch import NOTHING, Batch, CheckedDraft, ScheduledSequence, check_draft, constrain
+from engine.sequence.batch import (
+    NOTHING,
+    Batch,
+    CheckedDraft,
+    ScheduledSequence,
+    check_draft,
+    check_token_ids,
+    constrain,
+)
 from engine.sequence.sequence import Sequence, SequenceStatus
 from engine.verifier.verifier import Verifier
 from engine.verifier.verify_task import VerifyResult
@@ -55,7 +60,7 @@ class Speculation:
         head: reads the model's hidden states. It is the proposer, or the proposer calls it.
         steps: speculates on reasoning steps, and is then both `proposer` and `verifier`; None if all requests are
             exact.
-        overlap: issues passes ahead, or waits for each commit. It does not support heads or steps.
+        overlap: issues passes ahead; None if each pass waits for the commit. It does not support heads or steps.
     """
 
     proposer: Proposer | StepSpeculation
@@ -63,23 +68,7 @@ class Speculation:
     config: SpeculationConfig
     head: LiveHead | None = None
     steps: StepSpeculation | None = None
-    overlap: SyncScheduling = field(default_factory=SyncScheduling)
-
-
-class Runner(Protocol):
-    """A model, as the engine uses it. `engine.model.runner.model_runner.ModelRunner` implements it."""
-
-    vocab_size: int
-
-    @property
-    def can_overlap(self) -> bool:
-        """True if `forward` may return before the device has computed the pass."""
-
-    def forward(self, spans: Seq[Span]) -> Tensor:
-        """Return the logits `[R, V] float32` of the spans' requested rows, in span order."""
-
-    def move(self, moves: Seq[KVMove]) -> None:
-        """Move KV to other slots before the next `forward`."""
+    overlap: AsyncScheduling | None = None
 
 
 class EngineCore:
@@ -124,8 +113,7 @@ class EngineCore:
         self.on_computed: Callable[[Batch], None] = _ignore
         self.on_drafted: Callable[[list[TokenChunk]], None] = _ignore
         self.position_log = position_log
-        self._speculation = speculation
-        self._vocabulary = Vocabulary(runner.vocab_size)
+        self._speculation, self._overlap = speculation, speculation.overlap
         self._grammars = grammars or GrammarCompiler(None, runner.vocab_size, ())
         self._non_finite = NonFiniteReport(model_name)
         self._timer = StepTimer()
@@ -177,7 +165,7 @@ class EngineCore:
             RequestError: its length, token ids, drafts or grammar are not usable here, or its id is in use.
         """
         self._check_alive()
-        self._vocabulary.check(request)
+        check_token_ids(request, self.runner.vocab_size)
         check_steps(request, self._speculation.steps is not None, self._speculation.config)
         rule = self._accounting.planning.rule(request)
         arrival_s = self.scheduler.clock() if arrival_s is None else arrival_s
@@ -211,7 +199,7 @@ class EngineCore:
             logger.exception("the step failed with %d sequences running; the engine stops", self.scheduler.num_running)
             raise
 
-    def exchange_head(self, head: Head, watch: HeadWatch | None = None) -> None:
+    def exchange_head(self, head: Head, report: HeadReport | None = None) -> None:
         """Draft with another head from the next pass on. Call it between two steps.
 
         No head reads the KV of another one: cached prefixes are forgotten, and running sequences get no drafts of the
@@ -219,7 +207,7 @@ class EngineCore:
         """
         assert self._speculation.head is not None, "it has a head to exchange"
         began_s = time.monotonic()
-        self._speculation.head.exchange(head, watch)
+        self._speculation.head.exchange(head, report)
         if head.layer_shapes:
             self.scheduler.forget_prefixes()
         self.forget_draft()
@@ -245,7 +233,7 @@ class EngineCore:
             num_prefix_hit_tokens=self.blocks.num_hit_tokens,
             num_preemptions=self.scheduler.num_preemptions,
             num_non_finite_requests=self._non_finite.num_requests,
-            num_overlapped_passes=self._speculation.overlap.num_passes,
+            num_overlapped_passes=self._overlap.num_passes if self._overlap else 0,
             drafts=accounting.counters.drafts,
             times=accounting.times.total,
             prefill_tokens_per_s=accounting.rates.prefill_tokens_per_s,
@@ -271,7 +259,7 @@ class EngineCore:
 
     def _step(self) -> list[TokenChunk]:
         self._timer.begin()
-        issued = self._speculation.overlap.take() or self._issue()
+        issued = (self._overlap and self._overlap.take()) or self._issue()
         verified = self._verify(issued)
         self._keep_accepted(issued, verified)
         passes = [*map(SequencePass, issued.batch.sampled, issued.drafts, verified)]
@@ -314,7 +302,7 @@ class EngineCore:
             if scheduled.max_draft_tokens == 0:
                 checked.append(NOTHING)
                 continue
-            draft = check_draft(next(drafts), scheduled, self._vocabulary)
+            draft = check_draft(next(drafts), scheduled, self.runner.vocab_size)
             matcher = scheduled.sequence.matcher
             checked.append(draft if matcher is None else constrain(draft, scheduled.max_draft_tokens, matcher))
         return checked
@@ -347,7 +335,7 @@ class EngineCore:
         if self.position_log is not None:
             # Copy first: a pass that is issued meanwhile overwrites the logits.
             self.position_log.copy(issued.logits, tasks, issued.num_drafts)
-        drawn = self._speculation.overlap.issue_next(issued, tasks)
+        drawn = self._overlap.issue_next(issued, tasks) if self._overlap else None
         return self._speculation.verifier.verify(issued.logits, tasks) if drawn is None else drawn.results()
 
     @timed("forward_s")
@@ -384,7 +372,7 @@ class EngineCore:
             passes,
             self._timer.take(),
             is_ahead=issued.is_ahead,
-            is_followed=self._speculation.overlap.has_pass,
+            is_followed=self._is_followed,
         )
         for observe in self._accounting.observers:
             observe(record)
@@ -394,7 +382,7 @@ class EngineCore:
         """Report committed tokens to the proposer, except while an issued pass without drafts is still to come."""
         running = [each.sequence for each in sampled if each.sequence.status is SequenceStatus.RUNNING]
         grown = [sequence for sequence in running if sequence.num_wanted_drafts > 0]
-        if grown and not self._speculation.overlap.has_pass:
+        if grown and not self._is_followed:
             self._speculation.proposer.commit(grown)
         for chunk in chunks:
             if chunk.finish_reason is not None:
@@ -404,6 +392,11 @@ class EngineCore:
     def _plan_ahead(self) -> None:
         """Plan later drafts, while a draft process works on the next ones."""
         self._accounting.planning.plan_ahead()
+
+    @property
+    def _is_followed(self) -> bool:
+        """True if the next pass is issued already."""
+        return self._overlap is not None and self._overlap.has_pass
 
     def _forget(self, request_id: str) -> None:
         """Close an ended sequence in the proposer and the log, once all its tokens are committed."""

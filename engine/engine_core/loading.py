@@ -26,7 +26,7 @@ from engine.remote_prefill.kv_transfer import KVTransport
 from engine.remote_prefill.remote_prefill import RemotePrefill
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.sampling.sampler import Sampler
-from engine.scheduler.async_scheduling import AsyncScheduling, SyncScheduling
+from engine.scheduler.async_scheduling import AsyncScheduling
 from engine.scheduler.scheduler import Scheduler
 from engine.verifier.verifier import Verifier
 from protos.messages import SpeculationMethod
@@ -101,7 +101,7 @@ def _load_speculation(
         tokenizer, writer = tokenizer_file(config.model.path), step_writer or proposer
         steps = step_speculation(speculation.steps, tokenizer, runner.vocab_size, proposer, writer, verifier)
     can_overlap = runner.can_overlap and head is None and steps is None
-    overlap = AsyncScheduling(runner, scheduler, verifier) if can_overlap else SyncScheduling()
+    overlap = AsyncScheduling(runner, scheduler, verifier) if can_overlap else None
     if proposer is None:
         return Speculation(NoProposer(), verifier, speculation.without_drafts(), overlap=overlap)
     return Speculation(steps or proposer, steps or verifier, speculation, head, steps, overlap)

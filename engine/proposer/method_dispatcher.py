@@ -12,9 +12,8 @@ import numpy as np
 from engine.accounting.acceptance import AcceptanceTable
 from engine.batch.draft import NO_DRAFT, Draft
 from engine.proposer import Proposer
-from engine.proposer.text_match.ngram import NgramProposer
 from engine.proposer.text_match.suffix import SuffixProposer
-from engine.proposer.text_match.text_matcher import PredictionMatcher, TextMatcher
+from engine.proposer.text_match.text_matcher import NgramProposer, PredictionMatcher, TextMatcher
 from engine.sequence.batch import DraftQuery
 from engine.sequence.sequence import RequestTokens
 from protos.messages import SpeculationMethod

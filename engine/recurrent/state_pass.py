@@ -24,16 +24,6 @@ from engine.native.library import kernel, kernels_for
 from engine.sequence.sequence import ZEROS
 
 
-def scan_slots_of(states: Seq[SpanStates], starts: Seq[int], ends: Seq[int]) -> list[Tensor]:
-    """Return for the kernel: the slot before each span, the end of its rows, and the slot after each row or -1."""
-    after = [-1] * ends[-1]
-    for each, start in zip(states, starts, strict=True):
-        for rows, slot in each.after.items():
-            after[start + rows - 1] = slot
-    columns = ([each.before for each in states], ends, after)
-    return [torch.tensor(column, dtype=torch.int64) for column in columns]
-
-
 class RowSlots(NamedTuple):
     """The slots of a pass on its device, for kernels that read them there."""
 
@@ -53,25 +43,6 @@ def slot_arrays(states: Seq[SpanStates], starts: Seq[int], ends: Seq[int]) -> tu
     return np.array([starts, ends], np.int64).T, rows
 
 
-def scan(*rows: Tensor, matrices: Tensor, slots: Seq[Tensor], is_delta: bool) -> Tensor | None:
-    """Return the outputs of a layer and keep the states of its slots; None without a kernel for it.
-
-    Args:
-        rows: x, steps, decay, b and c of `scan_mamba2`; value, beta, decay, key and query of `scan_delta`.
-        matrices: the layer's states.
-        slots: see `scan_slots_of`.
-        is_delta: the rows belong to the delta rule.
-    """
-    if matrices.device.type != "cpu" or kernels_for(torch.float32) is None:
-        return None
-    rows = tuple(each.contiguous() for each in rows)
-    out = torch.empty_like(rows[0])
-    (_, heads, width), (_, groups, depth) = rows[0].shape, rows[3].shape
-    pointers = (each.data_ptr() for each in (*rows, out, matrices, *slots))
-    sizes = (len(slots[0]), heads, groups, width, depth)
-    return out if kernel("scan", "ppppppppppqqqqqi", "i")(*pointers, *sizes, int(is_delta)) else None
-
-
 class PooledStates:
     """The states of a pass's spans, in slots of a pool."""
 
@@ -89,8 +60,13 @@ class PooledStates:
 
     @cached_property
     def scan_slots(self) -> list[Tensor]:
-        """The spans, for the kernel."""
-        return scan_slots_of(self.states, self.starts, self.ends)
+        """For the kernel: the slot before each span, the end of its rows, and the slot after each row or -1."""
+        after = [-1] * self.ends[-1]
+        for each, start in zip(self.states, self.starts, strict=True):
+            for rows, slot in each.after.items():
+                after[start + rows - 1] = slot
+        columns = ([each.before for each in self.states], self.ends, after)
+        return [torch.tensor(column, dtype=torch.int64) for column in columns]
 
     @cached_property
     def row_slots(self) -> RowSlots:
@@ -234,8 +210,19 @@ class PooledLayer:
         return out
 
     def _native_scan(self, *rows: Tensor, is_delta: bool) -> Tensor | None:
+        """Return the outputs of a scan by our kernel; None without a kernel for it.
+
+        `rows` are x, steps, decay, b and c of `scan_mamba2`, or value, beta, decay, key and query of `scan_delta`.
+        """
         assert self.matrices is not None, "the probe found matrices in this layer"
-        return scan(*rows, matrices=self.matrices, slots=self._states.scan_slots, is_delta=is_delta)
+        if self.matrices.device.type != "cpu" or kernels_for(torch.float32) is None:
+            return None
+        rows, slots = tuple(each.contiguous() for each in rows), self.slots
+        out = torch.empty_like(rows[0])
+        (_, heads, width), (_, groups, depth) = rows[0].shape, rows[3].shape
+        pointers = (each.data_ptr() for each in (*rows, out, self.matrices, *slots))
+        sizes = (len(slots[0]), heads, groups, width, depth)
+        return out if kernel("scan", "ppppppppppqqqqqi", "i")(*pointers, *sizes, int(is_delta)) else None
 
     def _scan(self) -> Iterator[tuple[int, Tensor]]:
         """Yield each row of the pass with its sequence's state before it, to be advanced in place."""

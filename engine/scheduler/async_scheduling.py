@@ -74,11 +74,23 @@ class InFlightBatch:
         return [move for move in moves if move is not None]
 
 
-class FedRunner(Protocol):
-    """A runner whose input tokens may be on the device."""
+class Runner(Protocol):
+    """A model, as the engine uses it. `engine.model.runner.model_runner.ModelRunner` implements it."""
+
+    vocab_size: int
+
+    @property
+    def can_overlap(self) -> bool:
+        """True if `forward` may return before the device has computed the pass."""
 
     def forward(self, spans: Seq[Span], input_ids: Tensor | None = None) -> Tensor:
-        """Return logits `[R, V] float32` of the spans' rows. `input_ids` [T], if given, replace the spans' tokens."""
+        """Return the logits `[R, V] float32` of the spans' requested rows, in span order.
+
+        `input_ids` [T] on the device, if given, replace the spans' tokens.
+        """
+
+    def move(self, moves: Seq[KVMove]) -> None:
+        """Move KV to other slots before the next `forward`."""
 
 
 class DrawnTokens:
@@ -100,23 +112,29 @@ class DrawnTokens:
         return [VerifyResult((token_id,), 0, is_finite=token_id >= 0) for token_id in self._token_ids.tolist()]
 
 
-class SyncScheduling:
-    """Schedules each pass after the commit of the last one. Owned by the engine's thread.
+class AsyncScheduling:
+    """Issues the next pass ahead where possible. Owned by the engine's thread.
 
     Attributes:
         num_passes: number of passes issued before the host had read the tokens of the last one.
     """
 
-    num_passes = 0
+    def __init__(self, runner: Runner, scheduler: Scheduler, verifier: Verifier) -> None:
+        self.num_passes = 0
+        self._runner = runner
+        self._scheduler = scheduler
+        self._verifier = verifier
+        self._ahead: InFlightBatch | None = None
 
     @property
     def has_pass(self) -> bool:
         """True if an issued pass has not been taken yet."""
-        return False
+        return self._ahead is not None
 
     def take(self) -> InFlightBatch | None:
         """Return the issued pass, without sequences that have ended; None if the next pass must be scheduled."""
-        return None
+        issued, self._ahead = self._ahead, None
+        return None if issued is None else _of_running(issued)
 
     def issue_next(self, issued: InFlightBatch, tasks: Seq[VerifyTask]) -> DrawnTokens | None:
         """Issue the pass after `issued`, if it needs only the tokens drawn from `issued`.
@@ -128,28 +146,6 @@ class SyncScheduling:
         Returns:
             The tokens drawn, in the order of `tasks`; None if nothing was issued and `tasks` must be verified.
         """
-        return None
-
-
-class AsyncScheduling(SyncScheduling):
-    """Issues the next pass ahead where possible, and otherwise waits as `SyncScheduling` does."""
-
-    def __init__(self, runner: FedRunner, scheduler: Scheduler, verifier: Verifier) -> None:
-        self.num_passes = 0
-        self._runner = runner
-        self._scheduler = scheduler
-        self._verifier = verifier
-        self._ahead: InFlightBatch | None = None
-
-    @property
-    def has_pass(self) -> bool:
-        return self._ahead is not None
-
-    def take(self) -> InFlightBatch | None:
-        issued, self._ahead = self._ahead, None
-        return None if issued is None else _of_running(issued)
-
-    def issue_next(self, issued: InFlightBatch, tasks: Seq[VerifyTask]) -> DrawnTokens | None:
         following = self._scheduler.follow(issued.batch) if all(map(_is_plain, tasks)) else None
         if following is None:
             return None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -23,34 +22,22 @@ from protos.messages import FinishReason, PlainReason, TokenChunk, TokenLogprobs
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class LengthLimit:
-    """The maximum tokens of prompt and output together, by the model and by the KV pool."""
-
-    max_model_len: int
-    num_slots: int
-
-    @property
-    def num_tokens(self) -> int:
-        """The lower of the two limits."""
-        return min(self.max_model_len, self.num_slots)
-
-    def check_prompt(self, num_tokens: int) -> None:
-        """Raise RequestError unless the prompt has a token and leaves room for one more."""
-        if num_tokens == 0:
-            raise RequestError("the prompt has no tokens; send at least 1", param="prompt")
-        if num_tokens + 1 > self.max_model_len:
-            raise RequestError(
-                f"the prompt has {num_tokens} tokens, but the model takes {self.max_model_len} for prompt and output "
-                f"together; send at most {self.max_model_len - 1}",
-                param="prompt",
-            )
-        if num_tokens + 1 > self.num_slots:
-            raise RequestError(
-                f"the prompt has {num_tokens} tokens, but the KV cache holds {self.num_slots} for prompt and output "
-                f"together; send at most {self.num_slots - 1}, or give the server more cache.memory_gib",
-                param="prompt",
-            )
+def check_prompt(num_tokens: int, max_model_len: int, num_slots: int) -> None:
+    """Raise RequestError unless the prompt has a token, and the model and the KV pool have room for one more."""
+    if num_tokens == 0:
+        raise RequestError("the prompt has no tokens; send at least 1", param="prompt")
+    if num_tokens + 1 > max_model_len:
+        raise RequestError(
+            f"the prompt has {num_tokens} tokens, but the model takes {max_model_len} for prompt and output "
+            f"together; send at most {max_model_len - 1}",
+            param="prompt",
+        )
+    if num_tokens + 1 > num_slots:
+        raise RequestError(
+            f"the prompt has {num_tokens} tokens, but the KV cache holds {num_slots} for prompt and output "
+            f"together; send at most {num_slots - 1}, or give the server more cache.memory_gib",
+            param="prompt",
+        )
 
 
 class KeptTokens(NamedTuple):

@@ -26,7 +26,7 @@ from engine.kv_cache.block_manager import BlockManager
 from engine.remote_prefill.fetch_table import PrefillLoad, PrefillSource
 from engine.scheduler.ending import (
     KeptTokens,
-    LengthLimit,
+    check_prompt,
     chunk_of,
     finish,
     finished_before_start,
@@ -83,7 +83,7 @@ class Scheduler:
         self._max_num_sequences = min(config.max_num_sequences, blocks.max_sequences or config.max_num_sequences)
         self._max_tokens_per_step = config.max_tokens_per_step
         self._max_stall_passes = config.max_stall_passes
-        self._limit = LengthLimit(max_model_len, blocks.num_blocks * blocks.block_size)
+        self._max_model_len, self._num_slots = max_model_len, blocks.num_blocks * blocks.block_size
         self.blocks = blocks
         self.source = source or PrefillSource()
         self.rates = rates or RateMeter()
@@ -142,14 +142,14 @@ class Scheduler:
         Raises:
             RequestError: its prompt is empty or too long, or its id is in use.
         """
-        self._limit.check_prompt(sequence.num_prompt_tokens)
+        check_prompt(sequence.num_prompt_tokens, self._max_model_len, self._num_slots)
         if sequence.request_id in self._sequences:
             raise RequestError(
                 f"request_id {sequence.request_id!r} is in use, and only 1 request may have it; choose another",
                 param="request_id",
             )
         sequence.arrival = next(self._arrivals)
-        max_output_tokens = self._limit.num_tokens - sequence.num_prompt_tokens
+        max_output_tokens = min(self._max_model_len, self._num_slots) - sequence.num_prompt_tokens
         sequence.max_output_tokens = min(sequence.max_output_tokens, max_output_tokens)
         if end := finished_before_start(sequence):
             self._ended.append(finish(sequence, end))

@@ -8,40 +8,54 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from engine.batch.draft import NO_DRAFT, Draft, depths
 from engine.batch.span import Span
 from engine.sampling.grammar import GrammarMatcher
 from engine.sampling.sparse_distribution import one_hot
-from engine.sampling.vocabulary import Vocabulary
 from engine.sequence.sequence import RequestTokens, Sequence, span_states
-from protos.messages import VerifyMode
-
-
-class DraftQuery(Protocol):
-    """A sequence and the limits of the drafts in its next pass. `ScheduledSequence` implements it."""
-
-    @property
-    def sequence(self) -> RequestTokens:
-        """The sequence; all its tokens are committed."""
-
-    @property
-    def max_draft_tokens(self) -> int:
-        """Maximum length of a chain and depth of a tree."""
-
-    @property
-    def max_tree_nodes(self) -> int:
-        """Maximum number of tree nodes; 0 if drafts must be chains."""
+from protos.errors import RequestError
+from protos.messages import GenerateRequest, VerifyMode
 
 
 @dataclass(frozen=True, slots=True)
 class UnscheduledQuery:
-    """A `DraftQuery` without the target's scheduler: for a draft process, or for the draft of a draft."""
+    """A sequence and the limits of its next draft, for a draft process or for the draft of a draft.
+
+    `max_draft_tokens` is the greatest length of a chain and depth of a tree. `max_tree_nodes` is the greatest number of
+    nodes; with 0 drafts must be chains. All tokens of the sequence are committed.
+    """
 
     sequence: RequestTokens
     max_draft_tokens: int
     max_tree_nodes: int = 0
+
+
+def check_token_ids(request: GenerateRequest, vocab_size: int) -> None:
+    """Raise RequestError if a request names an id that the model does not have: its embedding must not get one."""
+    sampling = request.sampling
+    named_ids: dict[str, Seq[int]] = {
+        "prompt": (*request.prompt_token_ids, *request.output_token_ids),
+        "logit_bias": [token_id for token_id, _ in sampling.logit_bias],
+        "bad_words": [token_id for word in sampling.bad_words for token_id in word],
+        "stop_token_ids": sampling.stop_token_ids,
+    }
+    for param, token_ids in named_ids.items():
+        count = num_known(token_ids, vocab_size)
+        if count < len(token_ids):
+            raise RequestError(
+                f"{param} has token id {token_ids[count]}, but the model's are 0 to {vocab_size - 1}; "
+                "use its tokenizer",
+                param=param,
+            )
+
+
+def num_known(token_ids: Seq[int], vocab_size: int) -> int:
+    """Count the leading ids within a vocabulary, [0, vocab_size)."""
+    if not token_ids or 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        return len(token_ids)
+    return next((i for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size), len(token_ids))
 
 
 class CheckedDraft(NamedTuple):
@@ -98,7 +112,7 @@ class CheckedDraft(NamedTuple):
 NOTHING = CheckedDraft(NO_DRAFT, 0)
 
 
-def check_draft(draft: Draft, query: DraftQuery, vocabulary: Vocabulary) -> CheckedDraft:
+def check_draft(draft: Draft, query: DraftQuery, vocab_size: int) -> CheckedDraft:
     """Cut a draft to the room of its query, and after its first id outside the target's vocabulary.
 
     A tree is cut to its first branch if the query has no room for a tree, or in block verification.
@@ -109,7 +123,7 @@ def check_draft(draft: Draft, query: DraftQuery, vocabulary: Vocabulary) -> Chec
         draft = draft if can_branch and query.max_tree_nodes > 0 else draft.first_path()
     draft = draft.head(query.max_tree_nodes if draft.parents else query.max_draft_tokens)
     token_ids = draft.token_ids
-    num_valid = vocabulary.num_known(token_ids)
+    num_valid = num_known(token_ids, vocab_size)
     return CheckedDraft(draft.head(num_valid + 1), num_valid, 0, bool(token_ids), num_valid < len(token_ids))
 
 
@@ -194,6 +208,9 @@ class ScheduledSequence(NamedTuple):
         token_ids += draft_ids
         states = span_states(sequence.states, self.start, self.start + len(token_ids))
         return Span(token_ids, self.start, sequence.block_table, self.num_logits(len(draft_ids)), parents, states)
+
+
+DraftQuery = ScheduledSequence | UnscheduledQuery  # the sequence that needs a draft, and the draft's limits
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from engine.native.library import are_finite
 from engine.sampling.logits_row import LogprobQuery, RowBatch, token_logprobs
 from engine.sampling.noise import limited_threads
 from engine.sampling.sampler import Sampler
-from engine.sampling.vocabulary import Vocabulary
 from engine.verifier.block import verify_by_block
 from engine.verifier.rejection import verify_by_rejection, verify_tree_by_rejection
 from engine.verifier.verify_task import IMPOSSIBLE_ID, VerifyResult, VerifyTask, prepare_all
@@ -41,7 +40,7 @@ class Verifier:
         """
         # Tasks of one rule are next to each other, so that each rule is one batch.
         order, counts = _by_rule(tasks)
-        prepared = prepare_all([tasks[index] for index in order], Vocabulary(logits.shape[1]))
+        prepared = prepare_all([tasks[index] for index in order], logits.shape[1])
         with limited_threads(logits):
             is_finite = are_finite(logits)
             are_all_finite = is_finite.all()  # issued now, so that a GPU has it when the host reads the tokens
@@ -61,7 +60,7 @@ class Verifier:
         The tokens stay on the device of the logits, and the host does not wait for them. A row without finite logits
         gets `IMPOSSIBLE_ID`.
         """
-        prepared = prepare_all(tasks, Vocabulary(logits.shape[1]))
+        prepared = prepare_all(tasks, logits.shape[1])
         rows = RowBatch([task.rows for task in prepared])
         selected = _select(logits, prepared, rows)
         return self._sampler.draw(selected, rows).where(are_finite(selected), IMPOSSIBLE_ID)

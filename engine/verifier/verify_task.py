@@ -9,7 +9,7 @@ from typing import NamedTuple
 from engine.batch.draft import Draft
 from engine.sampling.grammar import TokenMask
 from engine.sampling.logits_row import ChainRows, LogitsRow
-from engine.sampling.vocabulary import Vocabulary
+from engine.sequence.batch import num_known
 from engine.sequence.sequence import Sequence
 from protos.messages import TokenLogprobs, VerifyMode
 
@@ -53,36 +53,36 @@ class VerifyTask(NamedTuple):
         return ids if len(ids) < len(self.rows) else (*ids[:-1], IMPOSSIBLE_ID)
 
 
-def prepare_all(tasks: Seq[VerifyTask], vocabulary: Vocabulary) -> list[VerifyTask]:
+def prepare_all(tasks: Seq[VerifyTask], vocab_size: int) -> list[VerifyTask]:
     """Return the tasks with their rows, and with their drafts cut at the first impossible token.
 
-    A draft ends with the first token that is outside the `vocabulary` or, in a chain, that the grammar forbids. That
+    A draft ends with the first token that is outside the vocabulary or, in a chain, that the grammar forbids. That
     token cannot be accepted and is not followed by a row, so a task has one row more than valid drafts.
     """
     draft_ids = [*chain.from_iterable([task.draft.token_ids for task in tasks])]
-    are_known = vocabulary.num_known(draft_ids) == len(draft_ids)
+    are_known = num_known(draft_ids, vocab_size) == len(draft_ids)
     prepared = []
     for task in tasks:
         sequence, draft, first_row, _ = task
         if sequence.matcher is not None or draft.parents:
-            prepared.append(_with_rows(task, vocabulary))
+            prepared.append(_with_rows(task, vocab_size))
             continue
         ids = draft.token_ids
         first = LogitsRow(
             sequence.sampling, sequence.token_ids, sequence.num_prompt_tokens, sequence.request.sample_index
         )
         if not are_known:
-            num_valid = vocabulary.num_known(ids)
+            num_valid = num_known(ids, vocab_size)
             draft, ids = draft.head(num_valid + 1), ids[:num_valid]
         prepared.append(VerifyTask(sequence, draft, first_row, ChainRows(first, ids)))
     return prepared
 
 
-def _with_rows(task: VerifyTask, vocabulary: Vocabulary) -> VerifyTask:
+def _with_rows(task: VerifyTask, vocab_size: int) -> VerifyTask:
     """Prepare a tree, or a draft under a grammar, whose rows have their own masks."""
     ids = task.draft.token_ids
     sequence, matcher = task.sequence, task.sequence.matcher
-    num_valid = vocabulary.num_known(ids)
+    num_valid = num_known(ids, vocab_size)
     sampling, token_ids, num_prompt_tokens = sequence.sampling, sequence.token_ids, sequence.num_prompt_tokens
     sample_index = sequence.request.sample_index
     masks: Seq[TokenMask | None] = [None] * (num_valid + 1)

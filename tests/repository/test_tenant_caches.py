@@ -21,7 +21,7 @@ from actors.draft.draft_server import DraftServer
 from actors.process.frames import FrameListener, private_folder
 from engine.batch.draft import Draft
 from engine.kv_cache.block_manager import BlockManager
-from engine.proposer.draft_model.draft_sequence import DraftSequences
+from engine.proposer.draft_model.draft_model import DraftSequences
 from engine.proposer.text_match.suffix import SharedTexts
 from engine.proposer.text_match.text_matcher import PredictionMatcher
 from engine.proposer.vocab_mapping.translation import SameVocabulary

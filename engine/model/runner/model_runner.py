@@ -17,7 +17,7 @@ from engine.attention.backend import check_kv_kind, choose_attention, is_batch_i
 from engine.attention.base import PlanAttention
 from engine.batch.span import Span
 from engine.config import CacheConfig, GraphConfig, HeadConfig, KVDtype, ModelConfig
-from engine.kv_cache.kv_dtype import kv_name
+from engine.kv_cache.pool import kv_name
 from engine.model.checkpoint.dtype import resolve_dtype
 from engine.model.checkpoint.end_tokens import ids_without_token, refuse_tokens_without_rows
 from engine.model.cuda_graphs.buckets import graph_buckets

@@ -4,7 +4,7 @@
 
 #include <float.h>
 
-/* Stores a head as int8 with its scale, bit-identical to engine/kv_cache/kv_dtype.py. The scale of a head that is not
+/* Stores a head as int8 with its scale, bit-identical to engine/kv_cache/pool.py. The scale of a head that is not
    finite is NaN. */
 VECTOR_CODE static void store_int8_head(const char *head, int64_t dim, int is_bf16, char *out) {
     floats largest = lanes_zero(), faults = largest;

@@ -12,8 +12,7 @@ from engine.config import CacheConfig, ModelConfig, SchedulerConfig, TreeConfig
 from engine.proposer.draft_model.ahead_drafter import AheadDrafter
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.proposer.vocab_mapping.byte_vocabulary import TextReader
-from engine.proposer.vocab_mapping.choice import DraftVocabulary, VocabularyPair, choose_vocabulary
-from engine.proposer.vocab_mapping.translation import SharedTokens
+from engine.proposer.vocab_mapping.translation import DraftVocabulary, SharedTokens, VocabularyPair, choose_vocabulary
 from engine.sequence.batch import DraftQuery, UnscheduledQuery
 from engine.sequence.sequence import DraftRule, RequestTokens
 from protos.messages import SamplingParams, VerifyMode

@@ -24,8 +24,7 @@ from engine.kv_cache.state_pool import StateSlots, check_draft
 from engine.model.loader import load_config, tokenizer_file
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.draft_model.ahead_drafter import FAN_OUT, AheadDrafter
-from engine.proposer.draft_model.draft_model import DraftModel
-from engine.proposer.draft_model.draft_sequence import DraftSequence, DraftSequences
+from engine.proposer.draft_model.draft_model import DraftModel, DraftSequence, DraftSequences
 from engine.proposer.growth.block import Blocks, RowLogits
 from engine.proposer.growth.chain import Chain
 from engine.proposer.growth.tree import Tree, tree_of

@@ -10,8 +10,7 @@ from itertools import accumulate
 from torch import Tensor
 
 from engine.proposer.growth.chain import Chain, ChainSampler
-from engine.proposer.growth.tree import Tree
-from engine.proposer.growth.tree_sampler import TreeSampler
+from engine.proposer.growth.tree import Tree, TreeSampler
 
 # Logits [n, V] of some rows of the blocks, given the tokens before each: the text's last two, and the drafts.
 RowLogits = Callable[[Seq[int], Seq[Seq[int]]], Tensor]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,10 +21,8 @@ from engine.model.draft_heads.self_draft import SelfDraft
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer import GuardedProposer, NoProposer, Proposer
 from engine.proposer.growth.chain import Chain, ChainSampler, next_steps
-from engine.proposer.growth.tree import Tree, tree_of
-from engine.proposer.growth.tree_sampler import TreeSampler
-from engine.proposer.hidden_state.recurrent import MtpProposer, RecurrentProposer
-from engine.proposer.hidden_state.state_proposer import BlockProposer, StateProposer
+from engine.proposer.growth.tree import Tree, TreeSampler, tree_of
+from engine.proposer.hidden_state.state_proposer import BlockProposer, MtpProposer, RecurrentProposer, StateProposer
 from engine.sampling.sampler import Sampler
 from engine.sequence.batch import DraftQuery
 from engine.sequence.sequence import RequestTokens
@@ -99,14 +97,9 @@ def _root(sequence: RequestTokens) -> Span:
     return Span(sequence.token_ids[-1:], len(sequence.token_ids) - 1, sequence.block_table, 1)
 
 
-class HeadWatch(Protocol):
-    """Hears of a new head, once per event, within a step."""
-
-    def on_served(self) -> None:
-        """The head has drafted for many passes."""
-
-    def on_failed(self) -> None:
-        """A draft was not finite; the head drafts no more."""
+# Called within a step, at most once each: with True when a new head has drafted for many passes, and with False when a
+# draft was not finite, so that the head drafts no more.
+HeadReport = Callable[[bool], None]
 
 
 class LiveHead:
@@ -120,14 +113,14 @@ class LiveHead:
     def __init__(self, runner: ModelRunner, tree: TreeConfig | None) -> None:
         assert runner.head is not None, "as required"
         self._runner, self._tree = runner, tree
-        self._watch: HeadWatch | None = None
+        self._report: HeadReport | None = None
         self._num_passes, self._has_failed = 0, False
         self._proposer = _proposer_of(runner, runner.head, tree)
         self._opened: dict[str, RequestTokens] = {}
 
-    def exchange(self, head: Head, watch: HeadWatch | None) -> None:
+    def exchange(self, head: Head, report: HeadReport | None) -> None:
         """Let `head` draft. It has no KV of the sequences with blocks, and drafts for them only if it needs none."""
-        self._watch = watch
+        self._report = report
         self._num_passes, self._has_failed = 0, False
         self._runner.head = head
         self._proposer = _proposer_of(self._runner, head, self._tree)
@@ -151,18 +144,18 @@ class LiveHead:
 
     def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
         drafts = [] if self._has_failed else self._proposer.propose(queries)
-        if self._watch is not None and not self._has_failed:
-            self._check(drafts, self._watch)
+        if self._report is not None and not self._has_failed:
+            self._check(drafts, self._report)
         return [NO_DRAFT] * len(queries) if self._has_failed else drafts
 
-    def _check(self, drafts: Seq[Draft], watch: HeadWatch) -> None:
+    def _check(self, drafts: Seq[Draft], report: HeadReport) -> None:
         if self._proposer.has_overflowed:
             self._has_failed = True
-            watch.on_failed()
+            report(False)
         elif any(draft.token_ids for draft in drafts):
             self._num_passes += 1
             if self._num_passes == 100:  # some seconds
-                watch.on_served()
+                report(True)
 
 
 def _proposer_of(runner: ModelRunner, head: Head, tree: TreeConfig | None) -> StateProposer:

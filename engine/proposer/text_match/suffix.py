@@ -18,7 +18,6 @@ from engine.proposer.text_match.suffix_index import MAX_MATCH, SEPARATOR, Occurr
 from engine.proposer.text_match.text_matcher import TextMatch
 from engine.sequence.batch import DraftQuery
 from engine.sequence.sequence import RequestTokens
-from protos.errors import ConfigError
 
 NoiseId = tuple[int, int]  # seed and sample: two sequences with one id draw the same numbers at each position
 _NUM_KINDS = 5  # matches of 1, 2 to 3, 4 to 7, 8 to 15, and 16 tokens or more
@@ -118,11 +117,6 @@ class SuffixProposer:
     source = DraftSource.SUFFIX
 
     def __init__(self, min_chance: float = 0.1, max_shared_tokens: int = 1 << 17) -> None:
-        """Raises ConfigError if a value is out of range."""
-        if not 0 < min_chance <= 1:
-            raise ConfigError(f"min_chance is {min_chance}; use more than 0 and at most 1")
-        if max_shared_tokens < 1:
-            raise ConfigError(f"max_shared_tokens is {max_shared_tokens}; use at least 1")
         self._min_chance = min_chance
         self._chances = MatchAcceptance()
         self._shared = SharedTexts(max_shared_tokens)

@@ -17,7 +17,7 @@ from engine.attention.native import NativeAttention
 from engine.attention.triton_tiles import HeadShape
 from engine.batch.span import Span
 from engine.config import KVDtype
-from engine.kv_cache.kv_dtype import to_int8_heads
+from engine.kv_cache.pool import to_int8_heads
 from engine.native.library import Instructions, native_instructions
 from tests.engine.fixtures.attention_fixtures import (
     BUSHY,

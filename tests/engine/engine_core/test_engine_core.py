@@ -338,7 +338,7 @@ def test_unknown_token_ids_are_refused() -> None:
 
 
 class BrokenRunner(FakeRunner):
-    def forward(self, spans: Seq[Span]) -> Tensor:
+    def forward(self, spans: Seq[Span], input_ids: Tensor | None = None) -> Tensor:
         raise RuntimeError("out of memory")
 
 

@@ -25,8 +25,7 @@ from engine.config import (
     TreeConfig,
 )
 from engine.engine_core.loading import load_engine
-from engine.kv_cache.kv_dtype import loaded, stored
-from engine.kv_cache.pool import KVCache, LayerShape, ShardedKVLayout, block_bytes
+from engine.kv_cache.pool import KVCache, LayerShape, ShardedKVLayout, block_bytes, loaded, stored
 from engine.model.runner.model_runner import ModelRunner
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod

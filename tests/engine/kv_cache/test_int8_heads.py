@@ -9,8 +9,7 @@ import torch
 
 from engine.batch.span import Span
 from engine.config import CacheConfig, KVDtype, ModelConfig
-from engine.kv_cache.kv_dtype import SCALE_BYTES, from_int8_heads, to_int8_heads
-from engine.kv_cache.pool import KVCache, LayerShape, block_bytes
+from engine.kv_cache.pool import SCALE_BYTES, KVCache, LayerShape, block_bytes, from_int8_heads, to_int8_heads
 from engine.model.runner.model_runner import ModelRunner
 from protos.errors import ConfigError
 from tests.engine.fixtures.attention_fixtures import DEVICE

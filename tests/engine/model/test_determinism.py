@@ -33,7 +33,7 @@ from engine.model.runner import model_runner
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer import Proposer
 from engine.proposer.draft_model.model_proposer import ModelProposer
-from engine.proposer.text_match.ngram import NgramProposer
+from engine.proposer.text_match.text_matcher import NgramProposer
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams
 from tests.engine.fixtures.families import PLAIN, SERVED, VOCAB_SIZE, write_family

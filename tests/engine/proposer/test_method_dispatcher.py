@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from engine.batch.draft import NO_DRAFT, Draft
 from engine.proposer import NoProposer
 from engine.proposer.method_dispatcher import MethodDispatcher, Ranking
-from engine.proposer.text_match.ngram import NgramProposer
+from engine.proposer.text_match.text_matcher import NgramProposer
 from engine.sequence.sequence import Sequence
 from protos.messages import SpeculationMethod
 from tests.engine.fixtures.builders import make_scheduled, make_sequence

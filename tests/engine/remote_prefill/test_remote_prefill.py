@@ -19,7 +19,7 @@ from engine.engine_core.loading import load_engine
 from engine.kv_cache.block_manager import BlockManager
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer import NoProposer, Proposer
-from engine.proposer.text_match.ngram import NgramProposer
+from engine.proposer.text_match.text_matcher import NgramProposer
 from engine.remote_prefill.kv_transfer import FetchNews, KVChunk
 from engine.remote_prefill.remote_prefill import RemotePrefill
 from engine.sampling.sampler import Sampler

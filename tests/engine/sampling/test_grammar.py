@@ -26,7 +26,7 @@ from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
 from engine.proposer import NoProposer, Proposer
 from engine.proposer.draft_model.model_proposer import ModelProposer
-from engine.proposer.text_match.ngram import NgramProposer
+from engine.proposer.text_match.text_matcher import NgramProposer
 from engine.sampling.grammar import CompiledGrammar, GrammarMatcher, TokenMask
 from engine.sampling.grammar_compiler import MAX_RULES, MAX_SOURCE_BYTES, GrammarCompiler
 from engine.sampling.grammar_trial import GrammarTrial

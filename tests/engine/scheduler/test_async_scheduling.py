@@ -19,7 +19,7 @@ from engine.kv_cache.block_manager import BlockManager
 from engine.proposer import NoProposer, Proposer
 from engine.sampling.sampler import Sampler
 from engine.scheduler import async_scheduling as overlap
-from engine.scheduler.async_scheduling import AsyncScheduling, InFlightBatch, SyncScheduling
+from engine.scheduler.async_scheduling import AsyncScheduling, InFlightBatch
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence.batch import Batch
 from engine.sequence.sequence import Sequence
@@ -68,7 +68,7 @@ def make_core(
             proposer or NoProposer(),
             verifier,
             SpeculationConfig(num_drafts),
-            overlap=AsyncScheduling(runner, scheduler, verifier) if is_behind else SyncScheduling(),
+            overlap=AsyncScheduling(runner, scheduler, verifier) if is_behind else None,
         ),
     )
 

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
-from engine.proposer.text_match.ngram import NgramProposer
+from engine.proposer.text_match.text_matcher import NgramProposer
 from protos.messages import FinishReason, GenerateRequest, SamplingParams, TokenChunk
 from tests.engine.fixtures.checkpoints import write_checkpoint
 

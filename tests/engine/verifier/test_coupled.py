@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.batch.draft import NO_DRAFT, Draft
-from engine.proposer.text_match.ngram import NgramProposer
+from engine.proposer.text_match.text_matcher import NgramProposer
 from engine.sampling.sampler import Sampler
 from engine.sequence.sequence import Sequence
 from engine.verifier.verifier import Verifier, match

@@ -26,8 +26,8 @@ from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
 from engine.proposer import NoProposer, Proposer
 from engine.proposer.draft_model.model_proposer import ModelProposer
-from engine.proposer.text_match.ngram import NgramProposer
 from engine.proposer.text_match.suffix import SuffixProposer
+from engine.proposer.text_match.text_matcher import NgramProposer
 from engine.sequence.batch import ScheduledSequence
 from protos.messages import GenerateRequest, SamplingParams, TokenLogprobs, VerifyMode
 from tests.engine.fixtures.ahead_proposer import AheadProposer

@@ -17,7 +17,6 @@ from engine.batch.draft import NO_DRAFT, WEIGHT_SUM, Draft, SparseDistribution
 from engine.sampling.grammar import GrammarMatcher
 from engine.sampling.noise import Purpose
 from engine.sampling.sampler import Sampler
-from engine.sampling.vocabulary import Vocabulary
 from engine.sequence.sequence import Sequence
 from engine.verifier import rejection, rejection_rule, verifier
 from engine.verifier.verifier import Verifier, descend
@@ -102,7 +101,7 @@ def emitted_probs(
     emitted: defaultdict[tuple[int, ...], Tensor | float] = defaultdict(float)
     for tree, tree_prob in trees:
         tasks = [VerifyTask(new_sequence(sampling, VerifyMode.REJECTION), tree, 0)]
-        (task,) = prepare_all(tasks, Vocabulary(pair.target.num_tokens))
+        (task,) = prepare_all(tasks, pair.target.num_tokens)
         logits = pair.target.logits([[*row.token_ids, *row.draft_ids] for row in task.rows])
         sampler = Sampler()
         probs = sampler.probs(sampler.apply_processors(logits, task.rows), task.rows)

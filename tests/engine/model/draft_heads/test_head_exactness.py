@@ -592,37 +592,25 @@ def test_a_text_that_runs_through_an_exchange_has_no_drafts_of_a_head_with_keys(
     assert texts == {each.request_id: reference[each.request_id] for each in (*running, late)}
 
 
-class Watch:
-    """Records the events of a head."""
-
-    def __init__(self) -> None:
-        self.events: list[str] = []
-
-    def on_served(self) -> None:
-        self.events.append("served")
-
-    def on_failed(self) -> None:
-        self.events.append("failed")
-
-
 def test_a_watched_head_that_computes_nan_drafts_no_more_until_it_is_exchanged(
     world: HeadModels, reference: dict[str, tuple[int, ...]], tmp_path: Path
 ) -> None:
     setup = HeadSetup()
     engine = build(world, HeadKind.EAGLE3, setup)
-    watch, runner = Watch(), model_runner(engine)
+    runner = model_runner(engine)
+    reports: list[bool] = []
     first = runner.head
     assert first is not None
     bad = runner.load_head(str(changed(world.head(HeadKind.EAGLE3), tmp_path / "bad", 1e25).path))
-    engine.exchange_head(bad, watch)
+    engine.exchange_head(bad, reports.append)
     assert generate(engine, requests(setup)) == reference
     assert generate(engine, requests(setup)) == reference
-    assert watch.events == ["failed"]
+    assert reports == [False]
     num_drafted = engine.stats().drafts.num_draft_tokens
-    engine.exchange_head(first, watch)
+    engine.exchange_head(first, reports.append)
     for _ in range(8):
         assert generate(engine, requests(setup)) == reference
-    assert watch.events == ["failed", "served"]
+    assert reports == [False, True]
     assert engine.stats().drafts.num_draft_tokens > num_drafted
 
 
@@ -631,16 +619,17 @@ def test_a_watched_head_that_overflows_in_a_full_tree_drafts_no_more(
 ) -> None:
     """The first of three Medusa heads is sound, so its tokens fill the tree, and no node shows that others are not."""
     setup = HeadSetup(tree=TreeConfig(num_nodes=2), num_drafts=3)
-    engine, watch = build(world, HeadKind.MEDUSA, setup), Watch()
+    engine = build(world, HeadKind.MEDUSA, setup)
+    reports: list[bool] = []
     folder = changed(world.head(HeadKind.MEDUSA), tmp_path / "bad", 1.0).path
     assert folder is not None
     tensors = torch.load(Path(folder) / "medusa_lm_head.pt")
     for head in (1, 2):
         tensors[f"{head}.1.weight"] = torch.full_like(tensors[f"{head}.1.weight"], 3e38)
     torch.save(tensors, Path(folder) / "medusa_lm_head.pt")
-    engine.exchange_head(model_runner(engine).load_head(folder), watch)
+    engine.exchange_head(model_runner(engine).load_head(folder), reports.append)
     assert generate(engine, requests(setup)) == reference
-    assert watch.events == ["failed"]
+    assert reports == [False]
 
 
 def test_a_head_that_reads_other_states_or_keeps_other_keys_is_refused(world: HeadModels, tmp_path: Path) -> None:

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from engine.batch.draft import Draft, depths
-from engine.proposer.growth import tree_sampler
-from engine.proposer.growth.tree import ROOT, Tree, best_parents, tree_of
-from engine.proposer.growth.tree_sampler import TreeSampler
+from engine.proposer.growth import tree as tree_module
+from engine.proposer.growth.tree import ROOT, Tree, TreeSampler, best_parents, tree_of
 from engine.sampling.sampler import Sampler
 from engine.sequence.sequence import Sequence
 from engine.verifier import rejection
@@ -73,7 +72,7 @@ def test_each_sibling_has_a_coin_of_its_own() -> None:
 
 def siblings_share_a_draw(patch: pytest.MonkeyPatch) -> None:
     """Each sibling is drawn by the same number, so the second reveals the first."""
-    patch.setattr(tree_sampler, "_LANES_PER_RANK", 0)
+    patch.setattr(tree_module, "_LANES_PER_RANK", 0)
 
 
 def test_siblings_that_share_a_draw_fail_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,8 @@ import random
 import pytest
 
 from engine.batch.draft import NO_DRAFT
-from engine.proposer.text_match.ngram import NgramProposer, copy_from
+from engine.proposer.text_match.text_matcher import NgramProposer, copy_from
 from engine.sequence.sequence import Sequence
-from protos.errors import ConfigError
 from tests.engine.fixtures.builders import make_scheduled, make_sequence
 
 
@@ -106,9 +105,3 @@ def test_a_commit_indexes_only_the_new_tokens() -> None:
     sequence.token_ids = Watched([*sequence.token_ids, 1, 2])
     proposer.commit([sequence])
     assert sequence.token_ids.num_reads <= 2 * 3
-
-
-@pytest.mark.parametrize("sizes", [(0, 2), (3, 2)])
-def test_sizes_that_are_no_range_are_refused_by_value(sizes: tuple[int, int]) -> None:
-    with pytest.raises(ConfigError, match=f"{sizes[0]} to {sizes[1]}"):
-        NgramProposer(*sizes)

@@ -19,7 +19,6 @@ from engine.proposer.text_match.suffix import (
 )
 from engine.proposer.text_match.suffix_index import SuffixIndex
 from engine.sequence.sequence import Sequence
-from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, VerifyMode
 from tests.engine.fixtures.builders import make_scheduled, sequence_of
 
@@ -372,19 +371,6 @@ def test_a_full_index_stops_growing() -> None:
 
 
 # ---- the rest -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("values", "word"),
-    [
-        ({"min_chance": 0.0}, "min_chance is 0.0"),
-        ({"min_chance": 1.5}, "min_chance is 1.5"),
-        ({"max_shared_tokens": 0}, "0"),
-    ],
-)
-def test_values_out_of_range_are_refused_by_name(values: dict, word: str) -> None:
-    with pytest.raises(ConfigError, match=word):
-        SuffixProposer(**values)
 
 
 def test_an_unknown_sequence_gets_no_draft() -> None:

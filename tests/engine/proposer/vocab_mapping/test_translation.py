@@ -14,14 +14,15 @@ from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.proposer.vocab_mapping.byte_vocabulary import ByteVocabulary, TextReader, names_of
-from engine.proposer.vocab_mapping.choice import (
+from engine.proposer.vocab_mapping.translation import (
     DraftVocabulary,
     ModelTokens,
+    SameVocabulary,
+    SharedTokens,
     VocabularyPair,
     are_names_of_one,
     choose_vocabulary,
 )
-from engine.proposer.vocab_mapping.translation import SameVocabulary, SharedTokens
 from engine.sequence.sequence import num_equal
 from protos.errors import ConfigError
 from tests.engine.fixtures.byte_tokenizer import BYTE_VOCAB_SIZE, write_tokenizer
