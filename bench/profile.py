@@ -31,11 +31,10 @@ from engine.attention.native import NativeAttention
 from engine.batch.span import Span
 from engine.config import CacheConfig, ModelConfig
 from engine.model.decoders.native_layers import NativeLayers
-from engine.model.linear.large_pages import empty_in_large_pages
 from engine.model.linear.native_product import NativeProduct
 from engine.model.linear.native_quantized import NativeQuantizedProduct
 from engine.model.linear.packed_linear import torch_linear_of
-from engine.model.linear.weight_store import Storable
+from engine.model.linear.weight_store import Storable, empty_in_large_pages
 from engine.model.runner.model_runner import ModelRunner
 
 BANDWIDTH_BYTES = 1 << 30

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from os import SEEK_END
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -26,7 +26,7 @@ from engine.model.checkpoint.dtype import resolve_dtype
 from engine.model.checkpoint.unread_weight import UnreadWeight, replace_unread
 from engine.model.draft_heads.block_format import BlockFormat
 from engine.model.draft_heads.checkpoint import read_config, read_tensors
-from engine.model.draft_heads.published import HeadFormat, TargetShape
+from engine.model.draft_heads.published import NORMS, HeadFormat, TargetShape
 from engine.model.loader import load_model
 from protos.errors import ConfigError
 from tuning.draft import DraftFolder, copy_files, partial_of, rename_whole
@@ -253,7 +253,7 @@ class HeadFolder:
 
     def _eagle3(self) -> Student:
         config = HeadFormat.of(HeadKind.EAGLE3, self._config, self._shape, str(self.path))
-        strange = next((name for name, flag in asdict(config.norms).items() if flag), None)
+        strange = next((name for name in NORMS if getattr(config, name)), None)
         if strange is not None or "speculators_model_type" in self._config:
             raise self._unknown(strange or "speculators_model_type")
         if max(config.taps.layers) >= self._shape.num_layers:

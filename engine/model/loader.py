@@ -6,10 +6,12 @@ The model is transformers' own, with its stock attention; `engine.model.paged_mo
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
+from transformers.utils.logging import set_tqdm_hook
 
 from engine.config import ModelConfig, Quantization
 from engine.model.checkpoint.completeness import READING_ERRORS, refuse_incomplete, refuse_not_finite_model
@@ -27,7 +30,7 @@ from engine.model.checkpoint.dtype import resolve_dtype
 from engine.model.checkpoint.hub import fetch_model
 from engine.model.checkpoint.mimo import register_mimo
 from engine.model.checkpoint.node_memory import check_memory
-from engine.model.checkpoint.reading_progress import reported_reading
+from engine.model.checkpoint.progress import ProgressReport
 from engine.model.checkpoint.scheme import SECTIONS, Scheme, scheme_of
 from engine.model.checkpoint.stored_weights import refuse_unscaled, stored_weights
 from engine.model.checkpoint.unread_weight import UnreadWeight, replace_unread, storing_experts
@@ -40,8 +43,8 @@ from engine.model.checkpoint.weight_files import (
     weight_files,
 )
 from engine.model.gpu_memory import WEIGHTS_REMEDY, enough_memory
+from engine.model.linear.packed_linear import plain_linears
 from engine.model.linear.quantized_linear import reads_few_bits
-from engine.model.linear.stock_linears import plain_linears
 from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -308,3 +311,40 @@ def model_folder(path: str) -> Path:
     config_file = cached_file(path, "config.json")
     assert config_file is not None, "the model was loaded from this cache"
     return Path(config_file).parent
+
+
+_LOADING = "Loading weights"  # the description of transformers' bar over parameters
+
+
+@contextmanager
+def reported_reading(folder: Path, model: str) -> Iterator[None]:
+    """Report the bytes of the folder's weights while the block loads them, instead of transformers' own bar."""
+    previous = set_tqdm_hook(partial(_bar, folder, model))
+    try:
+        yield
+    finally:
+        set_tqdm_hook(previous)
+
+
+def _bar(folder: Path, model: str, factory: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    is_loading = options.get("desc") == _LOADING and args
+    return _counted(folder, model, args[0]) if is_loading else factory(*args, **options)
+
+
+def _counted(folder: Path, model: str, parameters: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield transformers' parameters; a request for the next means that the last has been read.
+
+    A parameter without a tensor of its name (joined experts) counts as the mean of all.
+    """
+    items = list(parameters)
+    sizes = {name: math.prod(header.shape) for name, header in tensor_headers(folder).items()}
+    whole = sum(sizes.values()) or 1
+    mean = whole / max(1, len(items))
+    total_bytes = sum(file.stat().st_size for file in weight_files(folder))
+    report = ProgressReport("reading", model, total_bytes)
+    num_read = 0.0
+    for name, mapping in items:
+        yield name, mapping
+        num_read += sizes.get(name, mean)
+        report.at(int(total_bytes * min(1.0, num_read / whole)))
+    report.at(total_bytes)

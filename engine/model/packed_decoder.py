@@ -1,16 +1,23 @@
-"""The decoder of a stock model with packed weights: our own where its family has a description, else transformers'."""
+"""The decoder of a stock model with packed weights: our own where its family has a description, else transformers'.
+
+A rank's part of a model of any other family is cut out of transformers' own modules, which then compute that part. The
+attention infers its number of heads from the products, so only weights and a few exchanges change.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.batch.indexing import runs_triton
 from engine.kv_cache.pool import LayerShape
-from engine.model.attention_probe import LayerRecord, kv_shapes_of, set_windows
+from engine.model.attention_probe import LayerRecord, kv_shapes_of, record_layers, set_windows
 from engine.model.decoders.fused_decoder import FusedDecoder
 from engine.model.decoders.latent import latent_records
 from engine.model.decoders.row_operations import use_native_norms
@@ -18,11 +25,11 @@ from engine.model.decoders.stock_decoder import StockDecoder
 from engine.model.forward_batch import NO_TAPS, HiddenStateTaps
 from engine.model.linear.batch_invariant_linear import batch_invariant_factory
 from engine.model.linear.packed_experts import make_routers_batch_invariant, pack_experts, widen_shared_gates
-from engine.model.linear.packed_linear import LinearFactory, pack_linears
+from engine.model.linear.packed_linear import Linear, LinearFactory, PackedLinear, linear_of, pack_linears
 from engine.model.linear.weight_store import NO_STORE, WeightStore
-from engine.model.shard import shard_model
-from engine.model.tensor_parallel import ALONE, Rank
+from engine.model.tensor_parallel import ALONE, Rank, ShardStyle, not_sharded, shard_plan
 from engine.recurrent.native_mixer import use_native_mixers
+from protos.errors import ConfigError
 
 
 def pooled_records(model: PreTrainedModel, records: Seq[LayerRecord], rank: Rank = ALONE) -> list[LayerRecord]:
@@ -79,3 +86,68 @@ def packed_decoder(
 
         use_triton_mixers(model, dtype)
     return StockDecoder(model, taps), shapes
+
+
+def shard_model(model: PreTrainedModel, rank: Rank) -> list[LayerShape]:
+    """Reduce `model`, with our attention, to the part of `rank`, in place and on the rank's device.
+
+    All ranks call this together, and later the model's forward. Returns each layer's KV on this rank: its heads, or all
+    heads in families whose attention every rank computes.
+
+    Raises:
+        ConfigError: the family cannot be sharded.
+    """
+    module: nn.Module = model
+    for name, style in shard_plan(model, rank.size).items():
+        path, _, key = name.rpartition(".")
+        parent = module.get_submodule(path)
+        child = getattr(parent, key)
+        if style is ShardStyle.SUM:
+            child.register_forward_hook(partial(_sum, rank))
+        elif isinstance(child, nn.Linear):
+            function = _factory(style, rank)(child.weight, child.bias)
+            setattr(parent, key, PackedLinear(child.weight.shape, function, child.weight.dtype))
+        else:
+            setattr(parent, key, nn.Parameter(_part(rank, style, child), requires_grad=False))
+    module.to(rank.device)
+    try:
+        return kv_shapes_of(record_layers(model).layers)
+    except ConfigError as error:
+        reason = f"its modules do not run with the shards of transformers' plan ({error.__cause__ or error})"
+        raise not_sharded(model, rank.size, reason) from error
+
+
+def _factory(style: ShardStyle, rank: Rank) -> LinearFactory:
+    """Return the factory of a rank's linear function from a whole weight and bias."""
+    if style in (ShardStyle.INPUTS, ShardStyle.SPLIT_INPUTS):
+        return partial(_summed, rank, style is ShardStyle.SPLIT_INPUTS)
+    return partial(_joined, rank) if style is ShardStyle.JOINED_OUTPUTS else partial(_outputs, rank, style)
+
+
+def _outputs(rank: Rank, style: ShardStyle, weight: Tensor, bias: Tensor | None) -> Linear:
+    return linear_of(_part(rank, style, weight), None if bias is None else _part(rank, style, bias))
+
+
+def _joined(rank: Rank, weight: Tensor, bias: Tensor | None) -> Linear:
+    compute = linear_of(rank.shard_vocab(weight), None if bias is None else rank.shard_vocab(bias))
+    num_outputs = len(weight)
+    return lambda x: rank.all_gather(compute(x), num_outputs)
+
+
+def _summed(rank: Rank, is_whole: bool, weight: Tensor, bias: Tensor | None) -> Linear:
+    compute = linear_of(rank.shard_columns(weight), rank.summed_bias(bias))
+    if is_whole:
+        return lambda x: rank.all_reduce(compute(rank.shard(x, -1)))
+    return lambda x: rank.all_reduce(compute(x))
+
+
+def _part(rank: Rank, style: ShardStyle, tensor: Tensor) -> Tensor:
+    """Return this rank's part of a weight [..., out, in], or of a vector with an element per output, [out]."""
+    if style is ShardStyle.PACKED_OUTPUTS:
+        dim = max(tensor.ndim - 2, 0)
+        return torch.cat([_part(rank, ShardStyle.OUTPUTS, half) for half in tensor.chunk(2, dim)], dim)
+    return rank.shard(tensor, tensor.ndim - 1 if style is ShardStyle.INPUTS else max(tensor.ndim - 2, 0))
+
+
+def _sum(rank: Rank, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+    return rank.all_reduce(output)

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.model.checkpoint.gguf_metadata import BLOCKS
+from engine.model.checkpoint.gguf_header import BLOCKS
 from engine.model.checkpoint.scheme import Scheme, WeightFormat
 from engine.model.checkpoint.stored_weights import GROUP_INDICES, WORD_BITS, StoredWeight, not_whole, stored_weights
 from engine.model.checkpoint.unread_weight import QuantizedWeight, UnreadWeight

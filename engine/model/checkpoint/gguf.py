@@ -40,8 +40,7 @@ from engine.config import ModelDtype
 from engine.model.checkpoint.completeness import READING_ERRORS, refuse_incomplete
 from engine.model.checkpoint.dequantize import gguf_numbers
 from engine.model.checkpoint.dtype import resolve_dtype
-from engine.model.checkpoint.gguf_header import read_gguf_header
-from engine.model.checkpoint.gguf_metadata import BLOCKS, GgufHeader
+from engine.model.checkpoint.gguf_header import BLOCKS, GgufHeader, read_gguf_header
 from engine.model.checkpoint.weight_files import SafetensorsWriter, write_index
 from protos.errors import ConfigError, ServingError
 

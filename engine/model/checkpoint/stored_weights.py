@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.model.checkpoint.gguf_metadata import BLOCKS
+from engine.model.checkpoint.gguf_header import BLOCKS
 from engine.model.checkpoint.scheme import SECTIONS, Scheme, WeightFormat, refusal
 from engine.model.checkpoint.weight_files import TensorHeader
 from protos.errors import ConfigError

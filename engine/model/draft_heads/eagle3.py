@@ -35,11 +35,11 @@ class Eagle3Head:
 
     def __init__(self, config: HeadFormat, reader: HeadReader) -> None:
         """Take over the tensors."""
-        width, norms = config.layer.hidden_size, config.norms
+        width = config.layer.hidden_size
         num_taps = len(config.taps.layers)
         size = config.target.hidden_size
         self.taps = config.taps
-        self._config, self._norms = config, norms
+        self._config = config
         self._layers = reader.layers(has_pairs=True)
         self.layer_shapes, self.place = self._layers.shapes, self._layers.place
         own = reader.lm_head(is_needed=True)
@@ -49,9 +49,9 @@ class Eagle3Head:
         self._embedding, self._target_ids = reader.embedding(), reader.target_ids()
         self._hidden_norm = reader.vector(f"{reader.prefix(0)}hidden_norm", width)
         self._final_norm = self._layers.final_norm
-        self._input_norm = reader.vector("input_norm", num_taps * size) if norms.norm_before_fc else None
+        self._input_norm = reader.vector("input_norm", num_taps * size) if config.norm_before_fc else None
         self._tap_norms: Tensor | None = None  # [taps, F / taps]
-        if norms.fc_norm:
+        if config.fc_norm:
             self._tap_norms = torch.stack([reader.vector(f"fc_norm.{tap}", size) for tap in range(num_taps)])
         self._fuse = reader.linear("fc", width, num_taps * size)
 
@@ -75,10 +75,10 @@ class Eagle3Head:
         """Map states [T, S] and the tokens after them to the next states of the pass's logit rows, [R, S]."""
         embedded = self._embedding.index_select(0, batch.input_ids)  # [T, S]
         normed = self._norm(states, self._hidden_norm)
-        residual = normed if self._norms.norm_before_residual else states
+        residual = normed if self._config.norm_before_residual else states
         pairs = torch.cat((self._norm(embedded, self._layers.input_norm), normed), dim=-1)
         hidden, normed = self._layers(batch, pairs, residual)
-        return normed if self._norms.norm_output else hidden
+        return normed if self._config.norm_output else hidden
 
     def step(self, batch: ForwardBatch, states: Tensor) -> Tensor:
         return self.forward(batch, states)
@@ -89,7 +89,7 @@ class Eagle3Head:
     @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:
         """[R, S] -> [R, V of the target] float32; a token that the head does not know has `UNKNOWN`."""
-        if not self._norms.norm_output:
+        if not self._config.norm_output:
             states = self._norm(states, self._final_norm)
         return spread(self._own_lm_head(states).float(), self._target_ids, self._config.target.vocab_size)
 

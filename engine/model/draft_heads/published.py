@@ -25,7 +25,7 @@ from protos.errors import ConfigError
 
 _LAYERS: dict[str, Any] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 _EXACT = {"accept_tolerance": 0.0, "verifier_accept_k": 1}
-_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _ROPES = ("default", "linear", "yarn", "llama3")
 _LONG_ROPES = ("dynamic", "longrope")  # their scaling follows the length
 _UNREAD: dict[str, Any] = {
@@ -51,25 +51,15 @@ class TargetShape:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadNorms:
-    """The variants of EAGLE-3.
-
-    The target's states are normed together if `norm_before_fc`, separately if `fc_norm`. The residual branch begins
-    after the state's norm if `norm_before_residual`. The normed state is fed back if `norm_output` (EAGLE-3.1).
-    """
-
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class HeadFormat:
     """One head of layers over the target's states.
 
     `taps` are the target's states that enter it. Each layer has a window or None, and is causal within a block or not.
     `rotary_length` is the number of positions of a scaling that follows the length, else None.
+
+    In an EAGLE-3, the target's states are normed together if `norm_before_fc`, separately if `fc_norm`. The residual
+    branch begins after the state's norm if `norm_before_residual`. The normed state is fed back if `norm_output`
+    (EAGLE-3.1).
     """
 
     layer: Any  # a LlamaConfig or Qwen3Config
@@ -80,7 +70,10 @@ class HeadFormat:
     are_causal: tuple[bool, ...]
     has_head_norms: bool
     rotary_length: int | None
-    norms: HeadNorms = HeadNorms()
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
     block: BlockFormat | None = None
 
     @classmethod
@@ -174,8 +167,8 @@ class _Reader:
             are_causal=are_causal,
             has_head_norms=is_block or layer.model_type == "qwen3",
             rotary_length=self._rotary_length(layer),
-            norms=HeadNorms(**{name: bool(self._config.get(name)) for name in _NORMS}),
             block=block,
+            **{name: bool(self._config.get(name)) for name in NORMS},
         )
 
     def _refuse_unread(self) -> None:

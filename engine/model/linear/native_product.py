@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.model.linear.large_pages import empty_in_large_pages
-from engine.model.linear.weight_store import OUTPUTS, Storable, converted
+from engine.model.linear.weight_store import OUTPUTS, Storable, converted, empty_in_large_pages
 from engine.native.library import Instructions, kernel, native_library
 from protos.errors import ConfigError
 

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from engine.model.checkpoint.unread_weight import QuantizedWeight
-from engine.model.linear.large_pages import empty_in_large_pages
 from engine.model.linear.native_product import Gate, Kind, NativeProduct, PackedWeight, apart, tiled
 from engine.model.linear.rounding import GROUP_SIZE, scale_bytes
-from engine.model.linear.weight_store import OUTPUTS, Storable
+from engine.model.linear.weight_store import OUTPUTS, Storable, empty_in_large_pages
 from engine.native.library import Instructions, kernel, native_library
 
 _KERNELS = {torch.bfloat16: "quantized_product", torch.float32: "quantized_float_product"}

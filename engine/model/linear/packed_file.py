@@ -29,8 +29,7 @@ import torch
 from torch import Tensor
 
 from engine.model.linear.cache_folder import ABOUT, LEAST_FREE, make_room, max_bytes, packed_root
-from engine.model.linear.large_pages import LINE_BYTES, PAGE_BYTES
-from engine.model.linear.weight_store import NO_STORE, WeightStore, decoded, encoded
+from engine.model.linear.weight_store import LINE_BYTES, NO_STORE, PAGE_BYTES, WeightStore, decoded, encoded
 
 logger = logging.getLogger(__name__)
 

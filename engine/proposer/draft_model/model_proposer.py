@@ -21,11 +21,12 @@ from engine.batch.draft import NO_DRAFT, Draft
 from engine.config import MASK_KEYS, CacheConfig, ModelConfig, SchedulerConfig, TreeConfig
 from engine.kv_cache.block_manager import BlockManager
 from engine.kv_cache.state_pool import StateSlots, check_draft
+from engine.model.draft_heads.head import BlockLogits
 from engine.model.loader import load_config, tokenizer_file
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.draft_model.ahead_drafter import FAN_OUT, AheadDrafter
 from engine.proposer.draft_model.draft_model import DraftModel, DraftSequence, DraftSequences
-from engine.proposer.growth.block import Blocks, RowLogits
+from engine.proposer.growth.block import Blocks
 from engine.proposer.growth.chain import Chain
 from engine.proposer.growth.tree import Tree, tree_of
 from engine.proposer.vocab_mapping.translation import SameVocabulary, Translation
@@ -259,7 +260,7 @@ class ModelProposer:
         return tree_of(sequence, copy.blocks, plan.num_nodes, plan.num_drafts, copy.matcher)
 
 
-def _rows_of(logits: Tensor) -> RowLogits:
+def _rows_of(logits: Tensor) -> BlockLogits:
     return lambda rows, _: logits[rows]
 
 

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import accumulate
 
 from torch import Tensor
 
+from engine.model.draft_heads.head import BlockLogits
 from engine.proposer.growth.chain import Chain, ChainSampler
 from engine.proposer.growth.tree import Tree, TreeSampler
-
-# Logits [n, V] of some rows of the blocks, given the tokens before each: the text's last two, and the drafts.
-RowLogits = Callable[[Seq[int], Seq[Seq[int]]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
     """A block for each draft, of `num_drafts` positions; their rows are in one order, block after block."""
 
-    logits: RowLogits
+    logits: BlockLogits
     num_drafts: Seq[int]
 
     def grow(self, chains: Seq[Chain], sampler: ChainSampler) -> None:

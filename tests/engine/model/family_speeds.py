@@ -26,7 +26,7 @@ from engine.config import Quantization
 from engine.kv_cache.state_pool import state_bytes
 from engine.model.checkpoint.dtype import resolve_dtype
 from engine.model.forward_batch import ForwardBatch
-from engine.model.linear.stock_linears import plain_linears
+from engine.model.linear.packed_linear import plain_linears
 from engine.model.paged_model import PagedModel
 from engine.sequence.sequence import ZEROS
 from tests.engine.fixtures.hybrids import HYBRIDS

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.model.linear.large_pages import empty_in_large_pages
+from engine.model.linear.weight_store import empty_in_large_pages
 
 PAGE_BYTES = 2 << 20
 MODE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
