@@ -29,6 +29,7 @@ from engine.sampling.truncation import (
     has_top_p,
     log_least_share,
     nucleus_share,
+    temperature_of,
 )
 from protos.messages import SamplingParams
 
@@ -84,7 +85,7 @@ class StepDraw:
         copy_array(self._keys[:num_steps], keys)
         columns: list[tuple[Tensor, Callable[[SamplingParams], float], float]] = [
             (self._has_noise, _has_noise, 0.0),
-            (self._factors[0], _temperature, 1.0),
+            (self._factors[0], temperature_of, 1.0),
             (self._top_p, nucleus_share, 1.0),
             (self._log_min_p, log_least_share, -math.inf),
             (self._top_k, _top_k, 0.0),
@@ -131,10 +132,6 @@ class StepDraw:
 
 def _has_noise(sampling: SamplingParams) -> float:
     return float(not sampling.is_greedy)
-
-
-def _temperature(sampling: SamplingParams) -> float:
-    return 1.0 if sampling.is_greedy else sampling.temperature
 
 
 def _top_k(sampling: SamplingParams) -> int:

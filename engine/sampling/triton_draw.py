@@ -26,6 +26,7 @@ from engine.batch.indexing import send_arrays
 from engine.sampling.logits_row import RowBatch
 from engine.sampling.masks import has_bias
 from engine.sampling.penalties import IN_PROMPT, TokenCounts, has_penalties
+from engine.sampling.truncation import temperature_of
 from protos.messages import SamplingParams
 
 _GOLDEN_GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
@@ -61,7 +62,7 @@ def edits_of(rows: RowBatch, logits: Tensor, counts: TokenCounts) -> RowEdits | 
     """Return the changes that the rows of `logits` [R, V] need; None if they need no change."""
     requests = rows.requests
     penalized, biased = requests.matching(has_penalties), requests.matching(has_bias)
-    if not (penalized or biased or (requests.column(_temperature) != 1.0).any()):
+    if not (penalized or biased or (requests.column(temperature_of) != 1.0).any()):
         return None
     # Penalized runs get a row of token counts.
     table, lines = counts.count([rows.firsts[run] for run in penalized], logits)
@@ -261,8 +262,4 @@ def draw(scores: Tensor, noise: RowNoise | None = None, edits: RowEdits | None =
 
 
 def _factors(sampling: SamplingParams) -> Seq[float]:
-    return _temperature(sampling), sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
-
-
-def _temperature(sampling: SamplingParams) -> float:
-    return 1.0 if sampling.is_greedy else sampling.temperature
+    return temperature_of(sampling), sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty

@@ -168,7 +168,7 @@ class RecordingProposer:
     def __init__(self) -> None:
         self.found: list[bool] = []
         self.tenants: list[tuple[str, str]] = []
-        self._sequences = DraftSequences(BlockManager(64, 4, "m"), SameVocabulary(300, 300))
+        self._sequences = DraftSequences(BlockManager(64, 4, "m"), SameVocabulary(300, 300), None)
 
     def open(self, sequence: RequestTokens) -> None:
         self._sequences.open(sequence)

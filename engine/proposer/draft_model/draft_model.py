@@ -143,7 +143,7 @@ class DraftSequences:
     after a round's drafts stay until `sync` knows which drafts were accepted.
     """
 
-    def __init__(self, blocks: BlockManager, translation: Translation, grammars: GrammarCompiler | None = None) -> None:
+    def __init__(self, blocks: BlockManager, translation: Translation, grammars: GrammarCompiler | None) -> None:
         """With `grammars` None, drafts ignore grammars and are accepted less often."""
         self.blocks = blocks
         self._translation = translation
@@ -265,14 +265,20 @@ class DraftModel:
     def __init__(
         self,
         runner: ModelRunner,
-        sequences: DraftSequences,
+        blocks: BlockManager,
         translation: Translation,
         *,
         max_tokens_per_round: int,
+        grammars: GrammarCompiler | None = None,
         mask_id: int | None = None,
     ) -> None:
+        """Take a loaded model and its KV pool.
+
+        At most `max_tokens_per_round` prompt tokens are computed before a round's drafts. Without `grammars`, drafts
+        ignore the grammars of requests.
+        """
         self.runner = runner
-        self.sequences = sequences
+        self.sequences = DraftSequences(blocks, translation, grammars)
         self.translation = translation
         self.mask_id = mask_id
         self.sampler = ChainSampler(Sampler())

@@ -25,7 +25,7 @@ from engine.model.draft_heads.head import BlockLogits
 from engine.model.loader import load_config, tokenizer_file
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.draft_model.ahead_drafter import FAN_OUT, AheadDrafter
-from engine.proposer.draft_model.draft_model import DraftModel, DraftSequence, DraftSequences
+from engine.proposer.draft_model.draft_model import DraftModel, DraftSequence
 from engine.proposer.growth.block import Blocks
 from engine.proposer.growth.chain import Chain
 from engine.proposer.growth.tree import Tree, tree_of
@@ -63,40 +63,10 @@ class ModelProposer:
     blocks. Drafts of a model with recurrent layers are as long as the slots of its states allow.
     """
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        blocks: BlockManager,
-        *,
-        max_tokens_per_round: int,
-        target_vocab_size: int | None = None,
-        translation: Translation | None = None,
-        tree: TreeConfig | None = None,
-        grammars: GrammarCompiler | None = None,
-        mask_id: int | None = None,
-    ) -> None:
-        """Take a loaded model and its pool.
-
-        Args:
-            runner: Computes the draft model.
-            blocks: The draft's KV pool.
-            max_tokens_per_round: Most prompt tokens that are computed before a round's drafts.
-            target_vocab_size: Width of the target's logits, padding included.
-            translation: Maps the target's tokens to the draft's; without it both have one vocabulary.
-            tree: The shape of tree drafts; without it all drafts are chains.
-            grammars: Compiles the grammars of requests; without it drafts ignore them.
-            mask_id: The id in place of unknown tokens, of a model trained to draft all of them in one pass (PARD).
-
-        Raises:
-            ConfigError: draft and target have different vocabularies, and `translation` is missing.
-        """
-        if translation is None:
-            translation = SameVocabulary(runner.vocab_size, target_vocab_size or runner.vocab_size)
-        self.sequences = DraftSequences(blocks, translation, grammars)
-        self._tree_config = tree
-        self._model = DraftModel(
-            runner, self.sequences, translation, max_tokens_per_round=max_tokens_per_round, mask_id=mask_id
-        )
+    def __init__(self, model: DraftModel, tree: TreeConfig | None = None) -> None:
+        """Without a `tree` all drafts are chains."""
+        self._model, self._tree_config = model, tree
+        self.sequences = model.sequences
 
     @classmethod
     def from_config(
@@ -110,9 +80,11 @@ class ModelProposer:
         translation: Translation | None = None,
         tokenizer_path: str | None = None,
     ) -> ModelProposer:
-        """Load the draft and allocate its pool. Without `target_vocab_size` the target has the draft's vocabulary size.
+        """Load the draft and allocate its pool.
 
-        Grammars use the tokenizer of the model at `tokenizer_path`, by default the draft's.
+        The target's logits have `target_vocab_size` columns, padding included, by default as many as the draft's.
+        Without a `translation` both have one vocabulary. Grammars use the tokenizer of the model at `tokenizer_path`,
+        by default the draft's.
 
         Raises:
             ConfigError: the model cannot be served, or does not fit the target.
@@ -130,23 +102,16 @@ class ModelProposer:
                     "drafts at a time, and these may be short; raise cache.memory_gib",
                     *(runner.num_states, cache.num_states, runner.bytes_per_state, states.max_sequences),
                 )
-        blocks = BlockManager(
-            runner.num_blocks,
-            runner.block_size,
-            runner.model_version,
-            states=states,
-        )
         vocab_size = runner.vocab_size if target_vocab_size is None else target_vocab_size
-        return cls(
+        draft = DraftModel(
             runner,
-            blocks,
+            BlockManager(runner.num_blocks, runner.block_size, runner.model_version, states=states),
+            translation or SameVocabulary(runner.vocab_size, vocab_size),
             max_tokens_per_round=scheduler.max_tokens_per_step,
-            target_vocab_size=vocab_size,
-            translation=translation,
-            tree=tree,
             grammars=GrammarCompiler(tokenizer_file(tokenizer_path or model.path), vocab_size, runner.eos_token_ids),
             mask_id=_mask_id(model.path, runner.vocab_size, translation),
         )
+        return cls(draft, tree)
 
     @property
     def counts(self) -> TranslationCounts:

@@ -28,8 +28,10 @@ from engine.model.cuda_graphs.static_attention import TiledAttention
 from engine.model.cuda_graphs.static_batch import PlannedAttention, StaticBatch
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.draft_model.ahead_drafter import PendingPass
+from engine.proposer.draft_model.draft_model import DraftModel
 from engine.proposer.draft_model.loader import load_drafter
 from engine.proposer.draft_model.model_proposer import ModelProposer
+from engine.proposer.vocab_mapping.translation import SameVocabulary
 from engine.sampling.logits_row import LogitsRow
 from engine.sampling.noise import noise_keys
 from engine.sampling.step_draw import MAX_TOP_K
@@ -76,7 +78,8 @@ def proposer(
     model = ModelConfig(str(folder), "float32", device, attention=attention, graphs=replace(graphs, kind=kind))
     runner = ModelRunner(model, CacheConfig(4, num_blocks=160))
     blocks = BlockManager(runner.num_blocks, runner.block_size, runner.model_version)
-    return ModelProposer(runner, blocks, max_tokens_per_round=256, target_vocab_size=target_vocab_size)
+    translation = SameVocabulary(runner.vocab_size, target_vocab_size or runner.vocab_size)
+    return ModelProposer(DraftModel(runner, blocks, translation, max_tokens_per_round=256))
 
 
 def sequences_of(
