@@ -82,6 +82,11 @@ class LogitsRow(NamedTuple):
         return self.position - self.num_prompt_tokens
 
 
+def temperature_of(sampling: SamplingParams) -> float:
+    """Return the request's temperature; 1 for a greedy request, which changes no score."""
+    return 1.0 if sampling.is_greedy else sampling.temperature
+
+
 _request_of = attrgetter("sampling", "sample_index")
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.batch.indexing import copy_array
 from engine.native.library import highest
-from engine.sampling.logits_row import LogitsRow, RowBatch, RunRequests
+from engine.sampling.logits_row import LogitsRow, RowBatch, RunRequests, temperature_of
 from engine.sampling.masks import has_bias, may_ban_tokens
 from engine.sampling.noise import Purpose, gumbel, noise_keys
 from engine.sampling.penalties import has_penalties
@@ -29,7 +29,6 @@ from engine.sampling.truncation import (
     has_top_p,
     log_least_share,
     nucleus_share,
-    temperature_of,
 )
 from protos.messages import SamplingParams
 

@@ -23,10 +23,9 @@ from triton import knobs
 from triton.language.extra import libdevice
 
 from engine.batch.indexing import send_arrays
-from engine.sampling.logits_row import RowBatch
+from engine.sampling.logits_row import RowBatch, temperature_of
 from engine.sampling.masks import has_bias
 from engine.sampling.penalties import IN_PROMPT, TokenCounts, has_penalties
-from engine.sampling.truncation import temperature_of
 from protos.messages import SamplingParams
 
 _GOLDEN_GAMMA = tl.constexpr(0x9E3779B97F4A7C15)

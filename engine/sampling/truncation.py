@@ -27,11 +27,6 @@ def has_temperature(sampling: SamplingParams) -> bool:
     return not sampling.is_greedy and sampling.temperature != 1.0
 
 
-def temperature_of(sampling: SamplingParams) -> float:
-    """Return the request's temperature; 1 for a greedy request, which changes no score."""
-    return 1.0 if sampling.is_greedy else sampling.temperature
-
-
 def divide_by_temperature(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
     """Divide each row by its temperature; `[R, V]` -> `[R, V]`."""
     return scores / _column(rows, _temperature, scores)
