@@ -9,7 +9,7 @@ from enum import Enum, auto
 from protos.messages import FinishReason
 from router.generation.delta import Delta, Gain, ToolCallDelta, split_delta
 from router.generation.tool_formats.argument_value import arguments_in
-from router.generation.tool_formats.tool_format import LONGEST_HEAD, CallBody, CallPiece, ToolFormat, num_held
+from router.generation.tool_formats.tool_format import LONGEST_HEAD, BodyReader, ToolFormat, num_held
 from router.generation.tool_formats.whole_format import BracketExtent
 
 _NOTHING = Gain()
@@ -34,7 +34,7 @@ class ToolCallParser:
         """`tools` are the schemas of the arguments by the functions' names."""
         self._format = format_
         self._tools = tools
-        self._body: CallBody | None = None
+        self._body: BodyReader | None = None
         self._mark = ""  # the beginning of the call that is read, with the white space before it
         self._has_begun = False  # a call has been shown of the body that is read
         self._head = format_.head_pattern
@@ -99,7 +99,7 @@ class ToolCallParser:
 
     def _read_body(self) -> Gain | None:
         assert self._body is not None
-        step = self._body.read(self._held)
+        step = self._body(self._held)
         if step is None:
             return None
         if step.is_done:
@@ -108,12 +108,12 @@ class ToolCallParser:
         if not step.is_call:
             return self._content(self._mark + read)
         self._has_begun |= bool(step.pieces)
-        return Gain(calls=tuple(each for piece in step.pieces for each in self._piece(piece)))
+        return Gain(calls=tuple(each for piece in step.pieces for each in self._piece(*piece)))
 
-    def _piece(self, piece: CallPiece) -> tuple[ToolCallDelta, ...]:
-        if piece.name is None:
-            return (ToolCallDelta(self._num_calls - 1, arguments=piece.arguments),)
-        return self._new_call(piece.name, piece.arguments).calls
+    def _piece(self, arguments: str, name: str | None) -> tuple[ToolCallDelta, ...]:
+        if name is None:
+            return (ToolCallDelta(self._num_calls - 1, arguments=arguments),)
+        return self._new_call(name, arguments).calls
 
     def _read_bare_text(self) -> Gain | None:
         """Read text up to a call without a mark, which comes first in the answer or follows another call."""

@@ -15,7 +15,8 @@ from router.requests.tools import NAME_PATTERN, ToolUse
 
 _HEAD = re.compile(rf"\s*call:\s*({NAME_PATTERN})\s*(?=\{{|$)")
 _KEY = re.compile(r'\s*([^\s:{}\[\],"<]+)\s*:')
-_BARE = re.compile(r"[^,{}\[\]]*")
+_COLON = re.compile(r"\s*:")
+_BARE = re.compile(r"[^,{}\[\]]+")
 
 
 def read_gemma_call(text: str, quote: str) -> list[tuple[str, Mapping[str, object]]]:
@@ -25,101 +26,69 @@ def read_gemma_call(text: str, quote: str) -> list[tuple[str, Mapping[str, objec
         raise ValueError("it has no head")
     if head.end() == len(text):
         return [(head[1], {})]
-    reader = _ValueParser(text, head.end(), quote)
-    arguments = reader.value(0)
-    if not isinstance(arguments, dict) or text[reader.place :].strip():
-        raise ValueError("something follows the arguments")
+    arguments: dict[str, object] = json.loads(_as_json(text[head.end() :], quote))
     return [(head[1], arguments)]
 
 
-class _ValueParser:
-    """Reads one value after another from a text."""
+def _as_json(text: str, quote: str) -> str:
+    """Return an object in Gemma's syntax as JSON: names and bare words get quotes, a last comma is left out.
 
-    def __init__(self, text: str, place: int, quote: str) -> None:
-        self.place = place
-        self._text = text
-        self._quote = quote
-
-    def value(self, depth: int) -> object:
-        if depth > 64:
+    What is wrong in Gemma's syntax becomes wrong in JSON, or raises ValueError.
+    """
+    pieces: list[str] = []
+    brackets: list[str] = []
+    place = 0
+    while place < len(text):
+        mark = text[place]
+        if mark in "{}[],":
+            if mark in "{[":
+                brackets.append(mark)
+            elif mark != ",":
+                brackets = brackets[:-1]
+                if pieces[-1] == "," and pieces[-2] not in ("{", "["):
+                    pieces.pop()
+            pieces.append(mark)
+        if mark.isspace() or mark in "{}[],":
+            place += 1
+            continue
+        is_name = brackets[-1:] == ["{"] and pieces[-1] in ("{", ",")
+        piece, place = _name(text, place, quote) if is_name else _value(text, place, quote)
+        pieces.append(piece)
+        if len(brackets) > 64:
             raise ValueError("it is nested too deeply")
-        self._skip()
-        if self._takes("{"):
-            return self._object(depth)
-        if self._takes("["):
-            return self._items(depth)
-        if self._text.startswith((self._quote, '"'), self.place):
-            return self._quoted()
-        return self._bare()
+    return "".join(pieces)
 
-    def _object(self, depth: int) -> dict[str, object]:
-        entries: dict[str, object] = {}
-        while not self._ends("}"):
-            name = self._name()
-            entries[name] = self.value(depth + 1)
-            self._comma()
-        return entries
 
-    def _items(self, depth: int) -> list[object]:
-        items = []
-        while not self._ends("]"):
-            items.append(self.value(depth + 1))
-            self._comma()
-        return items
+def _name(text: str, place: int, quote: str) -> tuple[str, int]:
+    """Return the name at `place` with its colon, and the place after it."""
+    if text.startswith((quote, '"'), place):
+        name, place = _value(text, place, quote)
+        colon = _COLON.match(text, place)
+    else:
+        colon = _KEY.match(text, place)
+        name = json.dumps(colon[1]) if colon else ""
+    if colon is None:
+        raise ValueError("a name with a colon is missing")
+    return f"{name}:", colon.end()
 
-    def _name(self) -> str:
-        self._skip()
-        if self._text.startswith((self._quote, '"'), self.place):
-            name = self._quoted()
-            self._skip()
-            if not self._takes(":"):
-                raise ValueError("a name has no colon")
-            return name
-        key = _KEY.match(self._text, self.place)
-        if key is None:
-            raise ValueError("a name is missing")
-        self.place = key.end()
-        return key[1]
 
-    def _quoted(self) -> str:
-        if self._takes(self._quote):
-            end = self._text.index(self._quote, self.place)
-            text, self.place = self._text[self.place : end], end + len(self._quote)
-            return text
-        value, self.place = json.JSONDecoder().raw_decode(self._text, self.place)
-        return str(value)
-
-    def _bare(self) -> object:
-        bare = _BARE.match(self._text, self.place)
-        word = bare[0].strip() if bare else ""
-        if not word:
-            raise ValueError("a value is missing")
-        self.place += len(bare[0]) if bare else 0
-        try:
-            value: object = json.loads(word)
-        except ValueError:
-            return word
-        return value
-
-    def _ends(self, bracket: str) -> bool:
-        self._skip()
-        if self.place >= len(self._text):
-            raise ValueError("a bracket is missing")
-        return self._takes(bracket)
-
-    def _comma(self) -> None:
-        self._skip()
-        if not self._takes(",") and self._text[self.place : self.place + 1] not in ("}", "]"):
-            raise ValueError("a comma is missing")
-
-    def _skip(self) -> None:
-        while self._text[self.place : self.place + 1].isspace():
-            self.place += 1
-
-    def _takes(self, mark: str) -> bool:
-        is_next = self._text.startswith(mark, self.place)
-        self.place += len(mark) if is_next else 0
-        return is_next
+def _value(text: str, place: int, quote: str) -> tuple[str, int]:
+    """Return the text in quotes or the bare word at `place`, and the place after it."""
+    if text.startswith(quote, place):
+        start = place + len(quote)
+        end = text.index(quote, start)
+        return json.dumps(text[start:end]), end + len(quote)
+    if text[place] == '"':
+        value, end = json.JSONDecoder().raw_decode(text, place)
+        return json.dumps(value), end
+    bare = _BARE.match(text, place)
+    assert bare is not None
+    word = bare[0].strip()
+    try:
+        json.loads(word)
+    except ValueError:
+        word = json.dumps(word)
+    return word, bare.end()
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,23 +147,6 @@ def _in_commas(wanted: list[str], optional: list[str]) -> str:
     return f"({' | '.join(choices)})?"
 
 
-@dataclass(frozen=True, slots=True)
-class PythonicFormat(NamedFormat):
-    """`[f(a=1), g()]`."""
-
-    def _calls(self, use: ToolUse) -> str:
-        return f"{self._mark(self.begin)} {self._list(use)} {self._mark(self.end)}".strip()
-
-    def _calls_in_text(self, use: ToolUse) -> str:
-        if not self.begin:
-            return f"{self._calls(use)} | /\\s*[^\\[\\s](.|\\n)*/"
-        return f"TEXT | begin {self._list(use)} {self._mark(self.end)}"
-
-    def _list(self, use: ToolUse) -> str:
-        more = f"({literal(self.separator)} call)*" if use.is_parallel else ""
-        return f'"[" call {more} "]"'
-
-
 def read_list_or_python(text: str) -> Calls:
     """Return the calls in a text that may be of either form."""
     try:
@@ -204,9 +156,16 @@ def read_list_or_python(text: str) -> Calls:
 
 
 # Llama 4 and its kin write a bare list; LFM2 marks it, with JSON in its older template; OLMo 3 writes one in a line.
-PYTHONIC = PythonicFormat("pythonic", "", "", ", ", read=read_python, quotes="\"'")
-LFM2 = PythonicFormat("lfm2", "<|tool_call_start|>", "<|tool_call_end|>", ", ", read=read_list_or_python)
-OLMO = PythonicFormat("olmo", "<function_calls>", "</function_calls>", ", ", read=read_python)
+PYTHONIC = NamedFormat("pythonic", "", "", ", ", read=read_python, quotes="\"'", brackets=("[", "]"))
+LFM2 = replace(
+    PYTHONIC,
+    name="lfm2",
+    begin="<|tool_call_start|>",
+    end="<|tool_call_end|>",
+    read=read_list_or_python,
+    quotes='"',
+)
+OLMO = replace(PYTHONIC, name="olmo", begin="<function_calls>", end="</function_calls>", quotes='"')
 GEMMA = NamedFormat(
     "gemma",
     "<|tool_call>",

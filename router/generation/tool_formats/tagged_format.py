@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from enum import Enum, auto
 
 from router.generation.tool_formats.argument_value import (
     argument_value,
@@ -18,8 +17,8 @@ from router.generation.tool_formats.argument_value import (
 from router.generation.tool_formats.tool_format import (
     LONGEST_HEAD,
     NAME,
+    BodyReader,
     BodyStep,
-    CallPiece,
     ToolFormat,
     arguments_schema,
     json_rule,
@@ -76,8 +75,8 @@ class TaggedFormat(ToolFormat):
         """The beginning of an argument, up to its value; its group is the parameter's name."""
         return re.compile(_pattern(self.key))
 
-    def body(self, tools: Mapping[str, object], *, has_begin: bool = True) -> TaggedBody:
-        return TaggedBody(self, tools, self._pattern_of(self.head if has_begin else self.head[1:]))
+    def body(self, tools: Mapping[str, object], *, has_begin: bool = True) -> BodyReader:
+        return TaggedBody(self, tools, self._pattern_of(self.head if has_begin else self.head[1:])).read
 
     @property
     def _section_gap(self) -> str:
@@ -139,12 +138,6 @@ class TaggedFormat(ToolFormat):
         return f"{super(TaggedFormat, self)._head(function)} {after}"
 
 
-class _CallState(Enum):
-    HEAD = auto()
-    BETWEEN = auto()  # arguments
-    VALUE = auto()
-
-
 class TaggedBody:
     """Reads one call; a text of its arguments is passed on as it grows."""
 
@@ -152,29 +145,23 @@ class TaggedBody:
         self._format = format_
         self._tools = tools
         self._head = head
-        self._place = _CallState.HEAD
+        self._next: BodyReader = self._read_head
         self._schemas: Mapping[str, object] = {}
         self._schema: object = None  # of the value that is read
         self._num_arguments = 0
         self._is_fresh = False  # no character of the value has been read
 
     def read(self, text: str) -> BodyStep | None:
-        match self._place:
-            case _CallState.HEAD:
-                return self._read_head(text)
-            case _CallState.BETWEEN:
-                return self._read_between(text)
-            case _CallState.VALUE:
-                return self._read_text(text) if is_text(self._schema) else self._read_value(text)
+        return self._next(text)
 
     def _read_head(self, text: str) -> BodyStep | None:
         head = self._head.match(text)
         if head is None:
             is_broken = self._format.last in text or self._format.end in text or len(text) > LONGEST_HEAD
             return _NO_CALL if is_broken else None
-        self._place = _CallState.BETWEEN
+        self._next = self._read_between
         self._schemas = properties(self._tools.get(head[1]))
-        return BodyStep(head.end(), (CallPiece("", head[1]),))
+        return BodyStep(head.end(), (("", head[1]),))
 
     def _read_between(self, text: str) -> BodyStep | None:
         key, end = self._format.key_pattern.search(text), text.find(self._format.last)
@@ -183,13 +170,13 @@ class TaggedBody:
             self._num_arguments += 1
             name = key[1].strip()
             self._schema = self._schema_of(self._schemas.get(name), key.groupdict().get("is_text"))
-            self._place, self._is_fresh = _CallState.VALUE, True
-            quote = '"' if is_text(self._schema) else ""
-            return BodyStep(key.end(), (CallPiece(f"{opening}{_json(name)}: {quote}"),))
+            self._is_fresh = True
+            self._next, quote = (self._read_text, '"') if is_text(self._schema) else (self._read_value, "")
+            return BodyStep(key.end(), ((f"{opening}{_json(name)}: {quote}", None),))
         if end < 0:
             return None
         closing = "}" if self._num_arguments else "{}"
-        return BodyStep(end + len(self._format.last), (CallPiece(closing),), is_done=True)
+        return BodyStep(end + len(self._format.last), ((closing, None),), is_done=True)
 
     def _schema_of(self, schema: object, text_tag: str | None) -> object:
         """Return the schema for parsing a value; `text_tag` is the key's IS_TEXT, if it has one."""
@@ -201,18 +188,18 @@ class TaggedBody:
         end = self._end_of_value(text)
         if end is None:
             return None
-        self._place = _CallState.BETWEEN
+        self._next = self._read_between
         value = argument_value(text[:end], self._schema)
         if isinstance(value, str):
             value = self._unpadded(value)
-        return BodyStep(end + len(self._format.value_end), (CallPiece(_json(value)),))
+        return BodyStep(end + len(self._format.value_end), ((_json(value), None),))
 
     def _read_text(self, text: str) -> BodyStep | None:
         end = self._end_of_value(text)
         if end is not None:
-            self._place = _CallState.BETWEEN
+            self._next = self._read_between
             piece = f'{_json(self._unpadded(text[:end]))[1:-1]}"'
-            return BodyStep(end + len(self._format.value_end), (CallPiece(piece),))
+            return BodyStep(end + len(self._format.value_end), ((piece, None),))
         start = text.find(self._format.value_end)  # which may yet turn out to belong to the text
         num_shown = len(text) - num_held(text, self._format.value_end) if start < 0 else len(text[:start].rstrip())
         if num_shown <= 0:
@@ -221,7 +208,7 @@ class TaggedBody:
         if self._is_fresh and self._format.is_padded:
             shown = shown.removeprefix("\n")
         self._is_fresh = False
-        return BodyStep(num_shown, (CallPiece(_json(shown)[1:-1]),))
+        return BodyStep(num_shown, ((_json(shown)[1:-1], None),))
 
     def _end_of_value(self, text: str) -> int | None:
         """Return the place of the mark that ends a value: one that another argument or the end of the call follows."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from protos.errors import RequestError
 from protos.messages import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarKind
@@ -23,32 +22,21 @@ _ANY_ARGUMENTS = {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True)
-class CallPiece:
-    """A piece of a call's arguments, in JSON; one with a name begins a call."""
-
-    arguments: str
-    name: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class BodyStep:
     """A part of the body that has been understood. It ends with the part that is `is_done`.
 
-    `is_call` is false where the body turned out to be no call; then nothing of it has been read.
+    Each of `pieces` is a piece of a call's arguments, in JSON, and the name of the call that it begins, if it begins
+    one. `is_call` is false where the body turned out to be no call; then nothing of it has been read.
     """
 
     num_characters: int
-    pieces: tuple[CallPiece, ...] = ()
+    pieces: tuple[tuple[str, str | None], ...] = ()
     is_done: bool = False
     is_call: bool = True
 
 
-class CallBody(Protocol):
-    """Reads one body."""
-
-    def read(self, text: str) -> BodyStep | None:
-        """Parse from the end of the last step; None if more text is needed."""
-        ...
+# Reads one body: returns the step from the end of the last one; None if more text is needed.
+BodyReader = Callable[[str], BodyStep | None]
 
 
 def num_held(text: str, mark: str) -> int:
@@ -96,8 +84,8 @@ class ToolFormat:
         """The beginning of a call without `begin`; empty where models do not write such."""
         return ""
 
-    def body(self, tools: Mapping[str, object], *, has_begin: bool = True) -> CallBody | None:
-        """Return a parser for arguments that are not JSON; None if they are JSON.
+    def body(self, tools: Mapping[str, object], *, has_begin: bool = True) -> BodyReader | None:
+        """Return a reader for arguments that are not JSON; None if they are JSON.
 
         `tools` are the schemas of the arguments by the functions' names; without `has_begin` it began by `bare_begin`.
         """

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from router.generation.tool_formats.argument_value import argument_value, arguments_in, properties
-from router.generation.tool_formats.tool_format import NAME, BodyStep, CallPiece, ToolFormat, literal
+from router.generation.tool_formats.tool_format import NAME, BodyReader, BodyStep, ToolFormat, literal
 from router.requests.tools import Function, ToolUse
 
 START, CHANNEL, MESSAGE, END, CALL_END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"
@@ -66,18 +66,42 @@ class WholeFormat(ToolFormat):
     """Calls between `begin` and `end`, or, without an `end`, up to the bracket that closes the first.
 
     `read` returns the calls in a body; it raises ValueError for a text that has none. Without a `begin` an
-    answer that opens with a bracket is calls and nothing else.
+    answer that opens with a bracket is calls and nothing else. With `brackets` a grammar has all calls in one list, as
+    in `[{"name": "f", "arguments": {...}}]` or `[f(a=1), g()]`.
     """
 
     read: Callable[[str], Calls] = lambda text: []
     quotes: str = '"'
+    brackets: tuple[str, str] | None = None
 
     @property
     def opening(self) -> str:
         return "["
 
-    def body(self, tools: Mapping[str, object], *, has_begin: bool = True) -> WholeBody:
-        return WholeBody(self, tools)
+    def body(self, tools: Mapping[str, object], *, has_begin: bool = True) -> BodyReader:
+        return WholeBody(self, tools).read
+
+    @property
+    def _free_answer(self) -> str:
+        """The rule of an answer without calls, next to a list of calls."""
+        return "TEXT"
+
+    def _calls(self, use: ToolUse) -> str:
+        if self.brackets is None:
+            return super(WholeFormat, self)._calls(use)
+        return f"{self._mark(self.begin)} {self._list(use)}".strip()
+
+    def _calls_in_text(self, use: ToolUse) -> str:
+        if self.brackets is None:
+            return super(WholeFormat, self)._calls_in_text(use)
+        if not self.begin:
+            return f"{self._calls(use)} | /\\s*[^\\[\\s](.|\\n)*/"
+        return f"{self._free_answer} | begin {self._list(use)}"
+
+    def _list(self, use: ToolUse) -> str:
+        more = f"({literal(self.separator)} call)*" if use.is_parallel else ""
+        opening, closing = map(literal, self.brackets or ("", ""))
+        return f"{opening} call {more} {closing} {self._mark(self.end)}".strip()
 
 
 class WholeBody:
@@ -95,7 +119,7 @@ class WholeBody:
             return None
         try:
             calls = self._format.read(text[:end])
-            pieces = [CallPiece(_json(self._typed(name, arguments)), name) for name, arguments in calls]
+            pieces = [(_json(self._typed(name, arguments)), name) for name, arguments in calls]
         except (ValueError, RecursionError, MemoryError):
             calls, pieces = [], []
         is_call = bool(calls) and (bool(self._format.begin) or all(name in self._tools for name, _ in calls))
@@ -162,30 +186,7 @@ def _json(value: object) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class ListFormat(WholeFormat):
-    """`[{"name": "f", "arguments": {...}}]` after `begin`, and before `end` if the form has one."""
-
-    brackets: tuple[str, str] = ("[", "]")
-
-    @property
-    def _free_answer(self) -> str:
-        """The rule of an answer without calls."""
-        return "TEXT"
-
-    def _calls(self, use: ToolUse) -> str:
-        return f"{self._mark(self.begin)} {self._list(use)}"
-
-    def _calls_in_text(self, use: ToolUse) -> str:
-        return f"{self._free_answer} | begin {self._list(use)}"
-
-    def _list(self, use: ToolUse) -> str:
-        more = f"({literal(self.separator)} call)*" if use.is_parallel else ""
-        opening, closing = map(literal, self.brackets)
-        return f"{opening} call {more} {closing} {self._mark(self.end)}".strip()
-
-
-@dataclass(frozen=True, slots=True)
-class ActionFormat(ListFormat):
+class ActionFormat(WholeFormat):
     """Cohere's list, whose entries have other key names and a number; an answer is between `answer_marks`."""
 
     answer_marks: tuple[tuple[str, str], ...] = ()
@@ -244,12 +245,11 @@ def _entries(text: str) -> list[object]:
     return entries
 
 
-MISTRAL_LIST = ListFormat(
-    "mistral_list", "[TOOL_CALLS]", "", ", ", arguments_key="arguments", read=read_list, id_length=9
-)
-GRANITE = ListFormat("granite", "<|tool_call|>", "", ", ", arguments_key="arguments", read=read_list)
-NEMOTRON = ListFormat("nemotron", "<TOOLCALL>", "</TOOLCALL>", ", ", arguments_key="arguments", read=read_list)
-TOOL_CALLS = ListFormat("tool_calls", "<tool_calls>", "</tool_calls>", ", ", arguments_key="arguments", read=read_list)
+_JSON_LIST = WholeFormat("", "", "", ", ", arguments_key="arguments", read=read_list, brackets=("[", "]"))
+MISTRAL_LIST = replace(_JSON_LIST, name="mistral_list", begin="[TOOL_CALLS]", id_length=9)
+GRANITE = replace(_JSON_LIST, name="granite", begin="<|tool_call|>")
+NEMOTRON = replace(_JSON_LIST, name="nemotron", begin="<TOOLCALL>", end="</TOOLCALL>")
+TOOL_CALLS = replace(_JSON_LIST, name="tool_calls", begin="<tool_calls>", end="</tool_calls>")
 COHERE = ActionFormat(
     "cohere",
     "<|START_ACTION|>",
