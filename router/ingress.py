@@ -16,8 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from protos import outrider_pb2 as pb2
 from protos.linux import wait_for_cores
 from router.api_keys import ApiKeys
-from router.backend.application_watch import INGRESS, ApplicationWatch
-from router.backend.serve_backend import ServeBackend
+from router.backend.serve_backend import INGRESS, ApplicationWatch, ServeBackend
 from router.config import IngressConfig
 from router.generation.generation_service import GenerationService
 from router.grpc_api.api import GrpcApi

@@ -26,7 +26,6 @@ HOMES = {
         "actors/",
         "cluster/",
         "router/ingress.py",
-        "router/backend/application_watch.py",
         "router/backend/serve_backend.py",
         "router/grpc_api/serve_gate.py",
         "router/routing/index_actor.py",

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from protos.messages import PlainReason, SpeculationExplanation, SpeculationStats, TokenLogprobs
 from router.generation.delta import Delta
-from router.generation.usage import Usage
+from router.generation.generation import Usage
 from router.tokenizer import Tokenizer
 
 PLAIN_REASONS = {

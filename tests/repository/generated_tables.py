@@ -26,7 +26,7 @@ from engine.accounting.engine_stats import ClassStats, DraftStats, EngineStats
 from engine.accounting.step_times import StepTimes
 from protos.messages import SpeculationStats
 from protos.served_model import CanaryOutcome, CanaryReport, DraftReport
-from router.backend.application_watch import up_text
+from router.backend.serve_backend import up_text
 from router.metrics.exposition import proxy_text
 from router.metrics.ingress_metrics import IngressMetrics
 from router.routing.routed_call import Route

@@ -23,9 +23,9 @@ from protos.messages import (
 )
 from protos.served_model import CanaryReport, DraftReport
 from router.generation.delta import Delta, ToolCallDelta
+from router.generation.generation import Usage
 from router.generation.generation_service import GenerationService
-from router.generation.usage import Usage
-from router.grpc_api.api import choice_message, chunk_message, usage_message
+from router.grpc_api.messages import choice_message, chunk_message, usage_message
 from router.openai.draft_admin import drafts_answer
 from router.openai.usage import explanation_object, usage_object
 from tests.protos.filled import at_default, filled

@@ -10,8 +10,8 @@ import pytest
 from ray import serve
 from ray.serve.schema import ApplicationStatus, ReplicaState
 
-from router.backend import application_watch
-from router.backend.application_watch import INGRESS, ApplicationWatch
+from router.backend import serve_backend
+from router.backend.serve_backend import INGRESS, ApplicationWatch
 
 
 class Controller:
@@ -38,7 +38,7 @@ def controller(monkeypatch: pytest.MonkeyPatch) -> Controller:
     fake = Controller()
     monkeypatch.setattr(serve, "status", fake.status)
     monkeypatch.setattr(serve, "get_replica_context", lambda: SimpleNamespace(app_name="app"))
-    monkeypatch.setattr(application_watch, "_PERIOD_S", -1.0)  # ask each time
+    monkeypatch.setattr(serve_backend, "_PERIOD_S", -1.0)  # ask each time
     return fake
 
 
@@ -68,7 +68,7 @@ async def test_a_stay_is_over_when_one_more_replica_leaves_or_all_do(controller:
 
 
 async def test_many_who_ask_at_once_cost_one_question(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(application_watch, "_PERIOD_S", 60.0)
+    monkeypatch.setattr(serve_backend, "_PERIOD_S", 60.0)
     controller.say(ApplicationStatus.RUNNING)
     watch = ApplicationWatch()
     assert [await watch.is_deleted() for _ in range(5)] == [False] * 5
@@ -79,7 +79,7 @@ async def test_a_controller_that_hangs_takes_one_thread(
     controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The event loop's threads tokenize and render chats: on two cores there are six."""
-    monkeypatch.setattr(application_watch, "_ANSWER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(serve_backend, "_ANSWER_TIMEOUT_S", 0.05)
     is_over, hanging = threading.Event(), []
     monkeypatch.setattr(serve, "status", lambda: (hanging.append(1), is_over.wait(20)))
     watch = ApplicationWatch()

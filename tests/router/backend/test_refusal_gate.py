@@ -4,7 +4,7 @@ import pytest
 
 from protos.errors import OverloadedError
 from protos.messages import GenerateRequest
-from router.backend.refusal_gate import RefusalGate
+from router.backend.migration import RefusalGate
 
 
 def request(tenant: str = "a", num_places: int = 1) -> GenerateRequest:

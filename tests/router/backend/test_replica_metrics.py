@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from router.backend import application_watch
-from router.backend.application_watch import ReplicaTexts
+from router.backend import serve_backend
+from router.backend.serve_backend import ReplicaTexts
 
 
 class Result:
@@ -41,7 +41,7 @@ class FakeHandle:
 
 
 async def test_a_replica_that_hangs_is_named_and_the_others_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(application_watch, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(serve_backend, "TIMEOUT_S", 0.2)
     texts: ReplicaTexts[str] = ReplicaTexts(lambda text: text)
 
     async def read(*results: Result) -> dict[str, Any]:

@@ -17,8 +17,7 @@ from protos.errors import EngineError, OverloadedError, RequestError, ServingErr
 from protos.messages import FinishReason, GenerateRequest, TokenChunk
 from protos.served_model import ModelCard
 from router.backend import serve_backend
-from router.backend.application_watch import up_text
-from router.backend.serve_backend import ServeBackend
+from router.backend.serve_backend import ServeBackend, up_text
 from router.routing.request_routing import RequestRouting, RouterMetrics
 from router.routing.routed_call import RoutedCall
 from tests.router.fixtures.fake_backend import CARD

@@ -20,7 +20,7 @@ from protos.messages import (
     TokenChunk,
     VerifyMode,
 )
-from router.backend import refusal_gate
+from router.backend import migration
 from router.generation.generation_service import GenerationService
 from router.openai.api import build_app
 from router.tokenizer import Tokenizer
@@ -201,8 +201,8 @@ async def test_an_error_before_the_first_token_has_its_own_status(
 async def test_a_full_pair_is_not_asked_again_at_once_and_the_proxy_hears_of_it(
     service: GenerationService, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("_FIRST_PAUSE_S", "_LONGEST_PAUSE_S", "_STREAK_S"):
-        monkeypatch.setattr(refusal_gate, name, 100.0)
+    for name in ("_FIRST_REFUSAL_S", "_LONGEST_REFUSAL_S", "_STREAK_S"):
+        monkeypatch.setattr(migration, name, 100.0)
     backend.failures = [OverloadedError("full") for _ in range(4)]
     app = build_app(service, api_keys("a tenant=one", "b tenant=two"))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://outrider") as http:

@@ -15,11 +15,11 @@ import httpx
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from protos import convert
 from protos import outrider_pb2 as pb2
 from protos.messages import GenerateRequest, Grammar, GrammarKind, SamplingParams, SpeculationParams, VerifyMode
 from router.api_keys import current_client, digest
 from router.generation.generation_service import GenerationService
+from router.grpc_api.messages import request_fields, tokenize_fields
 from router.openai.messages_request import MessagesRequest
 from router.openai.responses_request import ResponsesRequest
 from router.requests.chat_request import ChatCompletionRequest
@@ -505,8 +505,8 @@ def test_a_grpc_completion_has_the_fields_of_the_http_one() -> None:
     request.MergeFrom(GRPC)
     every = {field.name for field in pb2.GenerateRequest.DESCRIPTOR.fields}
     assert _names(request) | GRPC_CHAT.keys() | PROMPTS == every
-    assert convert.request_fields(request) == GRPC_FIELDS | {"prompt": [1, 2]}
-    assert convert.request_fields(pb2.GenerateRequest(prompt="hi")) == {"prompt": "hi"}
+    assert request_fields(request) == GRPC_FIELDS | {"prompt": [1, 2]}
+    assert request_fields(pb2.GenerateRequest(prompt="hi")) == {"prompt": "hi"}
     assert GRPC_FIELDS.keys() <= CompletionRequest.model_fields.keys()
 
 
@@ -517,7 +517,7 @@ def test_a_grpc_chat_has_the_fields_of_the_http_one() -> None:
     assert _names(request) | PROMPTS == every
     for part in (request.messages[0], request.messages[0].tool_calls[0], request.tools[0], request.speculation):
         assert _names(part) == {field.name for field in part.DESCRIPTOR.fields}
-    assert convert.request_fields(request) == GRPC_FIELDS | GRPC_CHAT_FIELDS | {"logprobs": True, "top_logprobs": 3}
+    assert request_fields(request) == GRPC_FIELDS | GRPC_CHAT_FIELDS | {"logprobs": True, "top_logprobs": 3}
     assert (GRPC_FIELDS.keys() | GRPC_CHAT_FIELDS.keys()) - {"echo"} <= ChatCompletionRequest.model_fields.keys()
 
 
@@ -525,7 +525,7 @@ def test_grpc_tokenizes_with_the_fields_of_the_http_one() -> None:
     request = pb2.TokenizeRequest(model="fake", add_special_tokens=True, **GRPC_CHAT)
     assert _names(request) | {"prompt"} == {field.name for field in pb2.TokenizeRequest.DESCRIPTOR.fields}
     wanted = {"model": "fake", "add_special_tokens": True, **GRPC_CHAT_FIELDS}
-    assert convert.tokenize_fields(request) == wanted
+    assert tokenize_fields(request) == wanted
     assert wanted.keys() <= TokenizeRequest.model_fields.keys()
 
 

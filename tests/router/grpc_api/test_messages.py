@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 
-from protos import convert
 from protos import outrider_pb2 as pb2
 from protos.errors import RequestError
 from protos.messages import SpeculationStats, TokenLogprobs
+from router.grpc_api import messages
 
 
 def test_only_set_fields_are_converted() -> None:
-    assert convert.request_fields(pb2.GenerateRequest(model="m")) == {"model": "m"}
+    assert messages.request_fields(pb2.GenerateRequest(model="m")) == {"model": "m"}
     request = pb2.GenerateRequest(model="m", prompt="", temperature=0, n=1, echo=False)
-    assert convert.request_fields(request) == {"model": "m", "prompt": "", "temperature": 0.0, "n": 1, "echo": False}
+    assert messages.request_fields(request) == {"model": "m", "prompt": "", "temperature": 0.0, "n": 1, "echo": False}
 
 
 def test_fields_have_the_shape_of_the_json_body() -> None:
@@ -26,7 +26,7 @@ def test_fields_have_the_shape_of_the_json_body() -> None:
         logit_bias={5: -1.5},
         speculation=pb2.Speculation(enabled=False, verify="coupled"),
     )
-    assert convert.request_fields(request) == {
+    assert messages.request_fields(request) == {
         "prompt": [1, 2],
         "stop": ["a"],
         "logit_bias": {"5": -1.5},
@@ -65,7 +65,7 @@ def test_every_field_that_is_set_is_converted() -> None:
     every = {field.name for field in pb2.GenerateRequest.DESCRIPTOR.fields}
     chat = set(every) - {"prompt", "prompt_token_ids", "include_drafts", "allowed_tools"}
     request.ClearField("prompt")
-    fields = convert.request_fields(request)
+    fields = messages.request_fields(request)
     assert chat | {"prompt", "stream", "stream_options", "top_logprobs"} == set(fields)
     lists: dict[str, Any] = fields
     [message], [tool] = lists["messages"], lists["tools"]
@@ -87,19 +87,19 @@ def test_entries_are_counted_before_they_are_expanded(
     request_: pb2.GenerateRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A message of 8 MiB has millions of them: ten seconds and more of processor time."""
-    monkeypatch.setattr(convert, "_plain", lambda name, value: pytest.fail("expanded"))
+    monkeypatch.setattr(messages, "_plain", lambda name, value: pytest.fail("expanded"))
     with pytest.raises(RequestError, match=r"655\d\d entries in all; send at most 65536"):
-        convert.request_fields(request_)
+        messages.request_fields(request_)
 
 
 def test_json_in_a_text_is_counted_before_it_is_read() -> None:
     lists = '{"a": [' + "[]," * 400_000 + "0]}"
     with pytest.raises(RequestError, match="chat_template_kwargs holds 400004 lists"):
-        convert.request_fields(pb2.GenerateRequest(messages=[pb2.ChatMessage()], chat_template_kwargs=lists))
+        messages.request_fields(pb2.GenerateRequest(messages=[pb2.ChatMessage()], chat_template_kwargs=lists))
 
 
 def test_logprobs_keep_their_order() -> None:
-    message = convert.logprobs_message(3, TokenLogprobs(3, -0.5, ((3, -0.5), (4, -1.0))))
+    message = messages.logprobs_message(3, TokenLogprobs(3, -0.5, ((3, -0.5), (4, -1.0))))
     assert (message.token_id, message.logprob) == (3, -0.5)
     assert [(top.token_id, top.logprob) for top in message.top] == [(3, -0.5), (4, -1.0)]
 
