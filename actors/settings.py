@@ -1,4 +1,7 @@
-"""The settings of pairs and prefill replicas; `cluster` fills them in from deploy.yaml and the node's resources."""
+"""The settings of pairs and prefill replicas; `cluster` fills them in from deploy.yaml and the node's resources.
+
+An admin's choice of another draft stands in a file of its process's folder, for the next start.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,14 @@ import os
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
 
 from engine.config import CacheConfig, EngineConfig, ModelConfig
 from protos.messages import SpeculationMethod
 
+_CHOICE_FILE = "draft.json"
 _SHORT_SPIN = "1000"  # iterations of libgomp: some 20 us
 NO_GAIN = 3  # the exit status of `outrider tune` if no training gave a better draft
 
@@ -129,3 +136,29 @@ class PairSettings:
         model = self.draft.model
         assert model is not None, "the pair has a draft model"
         return replace(self, draft=replace(self.draft, model=replace(model, path=path)))
+
+
+class DraftChoice(msgspec.Struct, frozen=True):
+    """A folder with a checkpoint; `generation` counts the choices of a draft process, from 1.
+
+    A target drafts with the head `tried`, and goes back to the one at `path` if it dies.
+    """
+
+    path: str
+    generation: int = 0
+    tried: str = ""
+
+
+def write_choice(folder: Path, choice: DraftChoice) -> None:
+    """Make the next start of the process in `folder` load `choice`. The write is atomic."""
+    file = folder / f"{_CHOICE_FILE}.new"
+    file.write_bytes(msgspec.json.encode(choice))
+    os.replace(file, folder / _CHOICE_FILE)
+
+
+def read_choice(folder: Path) -> DraftChoice | None:
+    """Return the latest choice; None if the settings' draft was never replaced."""
+    try:
+        return msgspec.json.decode((folder / _CHOICE_FILE).read_bytes(), type=DraftChoice)
+    except FileNotFoundError:
+        return None

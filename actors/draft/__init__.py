@@ -1,1 +1,1 @@
-"""The draft process: the actor, the model or class that drafts, and both ends of the channel to the target."""
+"""The draft process: the model or class that drafts, and both ends of the channel to the target."""

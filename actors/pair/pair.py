@@ -21,9 +21,8 @@ from actors.pair.auto_tune import drift_response
 from actors.pair.pair_actors import PairActors
 from actors.pair.pair_draft import PairDraft, PairDrafts
 from actors.pair.pair_metrics import PairMetrics
-from actors.pair.pair_shell import PairShell
+from actors.pair.pair_shell import PairShell, Watchdog, check_running
 from actors.pair.target_client import TargetClient
-from actors.pair.watchdog import Watchdog, check_running
 from actors.process import configure_logging
 from actors.process.frames import private_folder
 from actors.settings import PairDevices, PairSettings

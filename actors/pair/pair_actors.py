@@ -10,18 +10,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.draft.draft_actor import DraftActor, DraftChoice, DraftStart, write_choice
 from actors.process import configure_logging
 from actors.process.actor_thread import ActorThread, quick_imports
-from actors.settings import DraftSettings, PairDevices, PairSettings, ProcessShare
+from actors.settings import (
+    DraftChoice,
+    DraftSettings,
+    PairDevices,
+    PairSettings,
+    ProcessShare,
+    read_choice,
+    write_choice,
+)
 from actors.shell_messages import TARGET_SOCKET
 from engine.model.checkpoint.weight_files import begin_digests
 from protos.errors import DeadlineExceededError, EngineError, RequestError, ServingError
-from protos.served_model import CHECK_TIMEOUT_S
+from protos.served_model import CHECK_TIMEOUT_S, digest
 
 if TYPE_CHECKING:  # takes a second to import, and not every process calls a deployment
     from ray.serve.handle import DeploymentHandle
@@ -57,6 +65,58 @@ class TargetActor:
             from actors.target.target_process import serve_target
 
         serve_target(self._settings, self._folder, self._prefill, is_ready)
+
+
+class DraftStart(msgspec.Struct, frozen=True):
+    """The outcome of a draft process's start: the choice it has loaded, or its `failure`.
+
+    `digest` is the draft's part of the deployment's fingerprint. `generation` 0 is the draft of the settings.
+    """
+
+    generation: int
+    digest: str
+    failure: str | None = None
+
+
+class DraftActor:
+    """Loads the draft in the background and serves the target over a socket in `folder`.
+
+    The draft is the latest choice in `folder` (`read_choice`), or else the settings' draft.
+    """
+
+    def __init__(self, settings: PairSettings, folder: Path) -> None:
+        configure_logging()
+        choice = read_choice(folder)
+        self._generation = 0 if choice is None else choice.generation
+        self._settings = settings if choice is None else settings.with_draft_at(choice.path)
+        self._folder = folder
+        self._thread = ActorThread("DraftActor", self._serve)
+
+    def ready(self) -> None:
+        """Return when the model is loaded and the socket listens. Raises ConfigError if it cannot be served."""
+        self._thread.wait_ready()
+
+    def start(self) -> DraftStart:
+        """Wait for the outcome of this process's start, and return it."""
+        try:
+            self.ready()
+        except ServingError as error:
+            return DraftStart(self._generation, "", error.message)
+        return DraftStart(self._generation, self._digest())
+
+    def _serve(self, is_ready: Callable[[], None]) -> None:
+        # Imported here: shells and Serve's builder import this class, and must not load torch for it.
+        with quick_imports():
+            from actors.draft.draft_process import serve_draft
+
+        serve_draft(self._settings, self._folder, is_ready)
+
+    def _digest(self) -> str:
+        from engine.model.loader import model_version  # loads torch, as above
+
+        model = self._settings.draft.model
+        assert model is not None, "it is loaded"
+        return digest(str(self._settings.draft.kind), model_version(model.path))
 
 
 class DraftHandle:

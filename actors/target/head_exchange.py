@@ -9,8 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from actors.draft.draft_actor import DraftChoice, write_choice
 from actors.draft.draft_process import checked
+from actors.settings import DraftChoice, write_choice
 from actors.shell_messages import HeadAnswer, HeadFailure, OrderHead, Refused, RunningHead
 from engine.config import HeadConfig
 from engine.engine_core import EngineCore

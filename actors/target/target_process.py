@@ -15,13 +15,12 @@ import torch
 
 from actors.draft.channel_proposer import ChannelProposer
 from actors.draft.code_draft import CodeDraft
-from actors.draft.draft_actor import read_choice
 from actors.draft.draft_link import DRAFT_SOCKET
 from actors.draft.draft_process import InProcessDraft
 from actors.kv_transport import PrefillTransport, choose_carrier
 from actors.process.actor_thread import without_compiler
 from actors.process.frames import POLL_S, SEND_TIMEOUT_S, FrameConnection, FrameListener
-from actors.settings import PairSettings
+from actors.settings import PairSettings, read_choice
 from actors.shell_messages import (
     TARGET_SOCKET,
     DraftChannelStats,

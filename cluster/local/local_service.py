@@ -12,9 +12,8 @@ from functools import partial
 
 from actors.pair.pair_draft import PairDrafts
 from actors.pair.pair_metrics import PairMetrics
-from actors.pair.pair_shell import PairShell
+from actors.pair.pair_shell import PairShell, Watchdog
 from actors.pair.target_client import TargetClient
-from actors.pair.watchdog import Watchdog
 from actors.process.actor_thread import ActorThread, quick_imports
 from actors.process.frames import private_folder
 from actors.settings import PairSettings

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import ray
 
-from actors.draft.draft_actor import DraftActor
 from actors.pair import pair_actors
-from actors.pair.pair_actors import PairActors, TargetActor
+from actors.pair.pair_actors import DraftActor, PairActors, TargetActor
 from actors.settings import DraftSettings, PairDevices, PairSettings, ProcessShare
 from engine.config import EngineConfig, ModelConfig
 from protos.messages import SpeculationMethod

@@ -5,8 +5,8 @@ from typing import cast
 
 import pytest
 
+from actors.pair.pair_shell import Watchdog, check_running
 from actors.pair.target_client import TargetClient
-from actors.pair.watchdog import Watchdog, check_running
 from actors.shell_messages import DraftChannelStats, Pong
 from engine.accounting.engine_stats import DraftStats, EngineStats
 from engine.accounting.step_times import StepTimes
@@ -62,7 +62,7 @@ class Rig:
             if rounds > 1:
                 raise asyncio.CancelledError
 
-        monkeypatch.setattr("actors.pair.watchdog.asyncio.sleep", sleep)
+        monkeypatch.setattr("actors.pair.pair_shell.asyncio.sleep", sleep)
         with pytest.raises(asyncio.CancelledError):
             await self.watchdog.run()
 

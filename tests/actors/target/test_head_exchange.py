@@ -14,11 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from actors.draft.draft_actor import DraftChoice, write_choice
 from actors.pair.pair_draft import PairDraft
 from actors.pair.target_client import TargetClient, TargetHead
 from actors.process.frames import private_folder
-from actors.settings import DraftSettings, PairSettings
+from actors.settings import DraftChoice, DraftSettings, PairSettings, write_choice
 from actors.shell_messages import TARGET_SOCKET, HeadFailure, RunningHead
 from actors.target.target_process import serve_target
 from cluster.local.local_service import LocalPair
