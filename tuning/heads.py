@@ -30,7 +30,7 @@ from engine.model.draft_heads.published import NORMS, HeadFormat, TargetShape
 from engine.model.loader import load_model
 from protos.errors import ConfigError
 from tuning.draft import DraftFolder, copy_files, partial_of, rename_whole
-from tuning.log_windows import Window
+from tuning.log_windows import Window, owners_of, padded_ids
 from tuning.student import BlockStudent, Eagle3Student, Student, TrainableMedusaHeads
 
 _OF_VOCABULARY = ("d2t", "t2d")
@@ -116,12 +116,8 @@ class _Heads(Student):
         return F.pad(pad_sequence(found, batch_first=True), (0, 0, 0, num_more))
 
     def _texts(self, windows: Sequence[Window], num_more: int = 0) -> Tensor:
-        """Return the windows' tokens [B, longest + num_more], padded with zeros: attention is causal."""
-        longest = max(len(window.token_ids) for window in windows)
-        ids = torch.zeros(len(windows), longest + num_more, dtype=torch.long)
-        for index, window in enumerate(windows):
-            ids[index, : len(window.token_ids)] = window.token_ids
-        return ids.to(self._reader.embedding.device)
+        """Return the windows' tokens [B, longest + num_more], padded."""
+        return padded_ids(windows, num_more).to(self._reader.embedding.device)
 
     @staticmethod
     def _at_begin(states: Tensor, windows: Sequence[Window], draft: int) -> Tensor:
@@ -129,9 +125,8 @@ class _Heads(Student):
 
         They are 1 + `draft` places before the row, or at the first place of a text.
         """
-        owners = torch.cat([torch.full_like(window.rows, index) for index, window in enumerate(windows)])
         places = torch.cat([(window.rows - 1 - draft).clamp(min=0) for window in windows])
-        return states[owners.to(states.device), places.to(states.device)]
+        return states[owners_of(windows).to(states.device), places.to(states.device)]
 
 
 class Eagle3Heads(_Heads):
@@ -171,7 +166,7 @@ class DSparkHeads(_Heads):
     def logits(self, windows: Sequence[Window], num_drafts: int) -> Iterator[Tensor]:
         """Yield the drafts in order; each follows the text's own token."""
         ids, device = self._texts(windows), self._reader.embedding.device
-        begins = torch.cat([torch.full_like(each.rows, index * ids.shape[1]) for index, each in enumerate(windows)])
+        begins = owners_of(windows) * ids.shape[1]
         rows = torch.cat([window.rows for window in windows])
         places = [(begins + (rows - draft).clamp(min=0)).to(device) for draft in range(num_drafts)]
         before = ids.flatten()[(begins + rows).to(device)]

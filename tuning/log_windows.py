@@ -10,7 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from engine.position_log.shard import LoggedModel, LoggedRequest, count_shard, log_files, read_model, read_shard
 from protos.errors import ConfigError
@@ -144,16 +146,22 @@ def windows_of(request: LoggedRequest, num_tokens: int = 2048) -> Iterator[Windo
         )
 
 
+def padded_ids(windows: Sequence[Window], num_more: int = 0) -> Tensor:
+    """Return the windows' tokens [B, longest + num_more], padded with zeros, which causal attention never reads."""
+    return F.pad(pad_sequence([window.token_ids for window in windows], batch_first=True), (0, num_more))
+
+
+def owners_of(windows: Sequence[Window]) -> Tensor:
+    """Return the index of the window that each row of all windows belongs to, [N]."""
+    return torch.cat([torch.full_like(window.rows, index) for index, window in enumerate(windows)])
+
+
 def read_batch(model: torch.nn.Module, windows: Sequence[Window]) -> Tensor:
     """Return the model's logits [N, V] at the rows of all windows, one window after another."""
-    longest = max(len(window.token_ids) for window in windows)
-    ids = torch.zeros(len(windows), longest, dtype=torch.long)
-    for index, window in enumerate(windows):
-        ids[index, : len(window.token_ids)] = window.token_ids  # attention is causal: later tokens have no effect
     device = next(model.parameters()).device
     wanted = torch.cat([window.rows for window in windows]).unique()  # rising
-    found = model(ids.to(device), use_cache=False, logits_to_keep=wanted.to(device)).logits  # [B, W, V]
-    owners = torch.cat([torch.full_like(window.rows, index) for index, window in enumerate(windows)])
+    found = model(padded_ids(windows).to(device), use_cache=False, logits_to_keep=wanted.to(device)).logits  # [B, W, V]
+    owners = owners_of(windows)
     rows = torch.searchsorted(wanted, torch.cat([window.rows for window in windows]))
     logits: Tensor = found[owners.to(device), rows.to(device)]
     return logits

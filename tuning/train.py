@@ -160,16 +160,6 @@ class Budget:
     checkpoint_every_s: float = 240.0
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingReport:
-    """The cost of a run, for the model card."""
-
-    num_steps: int
-    num_tokens: int
-    seconds: float
-    last_loss: float
-
-
 class TrainingClock:
     """The progress of a run in [0, 1]: the larger of its used parts of time and of tokens.
 
@@ -212,10 +202,11 @@ def train(
     budget: Budget,
     save: Callable[[], None],
     clock: TrainingClock | None = None,
-) -> TrainingReport:
-    """Step until the budget is spent; `step_loss` maps progress in [0, 1] to the loss of the next batch.
+) -> dict[str, float]:
+    """Step until the budget is spent, and return the cost of the run.
 
-    `save` is called every few minutes and at the end. `clock` belongs to a resumed run; None starts a new one.
+    `step_loss` maps progress in [0, 1] to the loss of the next batch. `save` is called every few minutes and at the end.
+    `clock` belongs to a resumed run; None starts a new one.
     """
     clock = clock or TrainingClock(budget)
     log_every = 10  # steps
@@ -233,7 +224,8 @@ def train(
             save()
             saved_at = clock.seconds
     save()
-    return TrainingReport(clock.num_steps, clock.num_tokens, clock.seconds, mean_loss)
+    cost = {"num_steps": clock.num_steps, "num_tokens": clock.num_tokens, "seconds": clock.seconds}
+    return {**cost, "last_loss": mean_loss}
 
 
 def _log_step(clock: TrainingClock, mean_loss: float) -> None:

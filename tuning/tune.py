@@ -73,7 +73,9 @@ class Workplace:
         self.folder.mkdir(parents=True, exist_ok=True)
         arguments = {name: str(value) for name, value in asdict(settings).items()}
         if self.remember("arguments", arguments)[1] != arguments:
-            raise ConfigError(f"{self.folder} has the state of a tuning with other options; finish it, or remove that")
+            raise ConfigError(
+                f"{self.folder} has the state of a tuning with other options; finish that tuning, or remove the folder"
+            )
 
     def remember(self, name: str, value: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
         """Store a value under a name unless an earlier process has; return True if it is new, and the stored value."""

@@ -204,9 +204,9 @@ class PairDraft:
             canary.cancel()
 
     def note_head(self, head: RunningHead) -> None:
-        """Take in that the target has left a head by itself, which ends a canary.
+        """Note a head that the target has left by itself; that ends a canary.
 
-        A head without failure is an order's, which has reported it or will.
+        Without a failure an order has changed the head, and the order reports it.
         """
         failure = head.failure
         if failure is None or head.path == self.report.path:

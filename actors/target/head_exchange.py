@@ -33,8 +33,8 @@ class _LoadedHead(NamedTuple):
 class HeadExchange:
     """Carries out the shell's orders, one after the other; at most two heads are in memory.
 
-    It watches a head that it has exchanged. A target that ends before that head has served starts with the
-    previous one, and also a head whose drafts are not finite gives way to it.
+    It watches a new head. If the target ends before that head has served, or its drafts are not finite, the previous
+    head drafts again.
 
     Args:
         core: its head has files of its own.

@@ -2,7 +2,6 @@
 
 import argparse
 import copy
-import dataclasses
 import json
 import logging
 import os
@@ -41,7 +40,7 @@ from models.training.tokens import (
     write_rollouts,
 )
 from tuning.run import distillation_loss, next_token_loss
-from tuning.train import Budget, PairedOptimizer, TrainingReport, autocast, train
+from tuning.train import Budget, PairedOptimizer, autocast, train
 
 CPU_MINUTES = (50.0, 14.0)
 CUDA_MINUTES = (20.0, 8.0)
@@ -82,7 +81,7 @@ def distil_draft(
     folder: Path,
     seed: int,
     is_resumed: bool,
-) -> TrainingReport:
+) -> dict[str, float]:
     """Distil a draft into `folder`: a new one, or the existing one further.
 
     The target's layers are compiled; its weights do not change.
@@ -126,7 +125,7 @@ def target_lesson(
     return step
 
 
-def train_target(stream: WindowStream, budget: Budget, folder: Path, seed: int, is_resumed: bool) -> TrainingReport:
+def train_target(stream: WindowStream, budget: Budget, folder: Path, seed: int, is_resumed: bool) -> dict[str, float]:
     """Train a target into `folder`: a new one, or the existing one further.
 
     Two runs on one small corpus fit it differently. A resumed run writes the mean of its first and last weights: its
@@ -215,10 +214,10 @@ def make_draft(arguments: argparse.Namespace, corpus: Corpus) -> None:
     save_report(report, draft_budget, folder, earlier)
 
 
-def save_report(report: TrainingReport, spent: Budget, folder: Path, earlier: dict[str, Any] | None = None) -> None:
+def save_report(report: dict[str, float], spent: Budget, folder: Path, earlier: dict[str, Any] | None = None) -> None:
     """Write the figures and conditions of all runs next to the checkpoint, for the model card."""
     figures = {
-        **dataclasses.asdict(report),
+        **report,
         "short_window_tokens": spent.short_window_tokens,
         "long_window_tokens": spent.long_window_tokens,
         "tokens_per_step": spent.tokens_per_step,

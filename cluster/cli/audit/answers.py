@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from cluster.cli.audit.client import CHAT, COMPLETIONS, Server
+from cluster.cli.audit.evidence import HitEvidence
 from cluster.cli.audit.trial import PROMPTS, Audit, Trial, all_of
 from cluster.cli.audit.wire import Answer, Body, Choice, NoVerdictError, RefusedError
 from cluster.cli.figures import read_metrics
@@ -36,7 +37,7 @@ _TYPES: Mapping[str, Any] = {"string": str, "integer": int, "boolean": bool, "ar
 
 async def usage(audit: Audit, trial: Trial) -> None:
     """Compare counts of tokens with the tokens of the answer."""
-    part, num_prompt = trial.hits(), dict[str, int | None]()
+    part, num_prompt = trial.add(HitEvidence()), dict[str, int | None]()
     server = audit.server
     number = min(4, server.max_choices)
     while not trial.is_enough():
@@ -69,7 +70,7 @@ def _miscount(answer: Answer, completion: int) -> str | None:
 
 async def stops(audit: Audit, trial: Trial) -> None:
     """Ask for greedy texts again with a piece of them as the stop."""
-    part, server = trial.hits(), audit.server
+    part, server = trial.add(HitEvidence()), audit.server
     greedy: Body = {"max_tokens": 24, "temperature": 0.0}
     for start in range(1, 99):
         if trial.is_enough():
@@ -98,7 +99,7 @@ async def stops(audit: Audit, trial: Trial) -> None:
 
 async def max_tokens(audit: Audit, trial: Trial) -> None:
     """Count the tokens of answers against their limit."""
-    part = trial.hits()
+    part = trial.add(HitEvidence())
     while not trial.is_enough():
         for rank, text in enumerate(PROMPTS):
             limit = 1 + rank % 11
@@ -117,7 +118,7 @@ async def max_tokens(audit: Audit, trial: Trial) -> None:
 
 async def min_tokens(audit: Audit, trial: Trial) -> None:
     """Ask for more tokens than some answers have by themselves."""
-    server, part = audit.server, trial.hits()
+    server, part = audit.server, trial.add(HitEvidence())
     text = await _ends_early(server)
     while not trial.is_enough():
         fields = {"max_tokens": _EARLY_LIMIT, "min_tokens": _EARLY_TOKENS, "n": server.max_choices, "logprobs": 1}
@@ -164,7 +165,7 @@ async def tool_calls(audit: Audit, trial: Trial) -> None:
 
 
 async def _validate(audit: Audit, trial: Trial, fields: Any, texts: Any) -> None:
-    part, num_cut = trial.hits(), 0
+    part, num_cut = trial.add(HitEvidence()), 0
     while not trial.is_enough():
         for properties in _SCHEMAS:
             schema = {
@@ -246,7 +247,7 @@ async def speed(audit: Audit, trial: Trial) -> None:
     seen: list[float] = []
     gaps: list[float] = []
     reported: list[float] = []
-    part = trial.hits(rate=0.9)
+    part = trial.add(HitEvidence(rate=0.9))
     for text in PROMPTS:
         if trial.is_enough():
             break

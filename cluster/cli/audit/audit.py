@@ -94,21 +94,24 @@ async def connect(
         limits=httpx.Limits(max_connections=None),
     )
     try:
+        return Server(http, url, await _model_at(http, url, model), budget)
+    except ConfigError:
+        await http.aclose()
+        raise
+
+
+async def _model_at(http: httpx.AsyncClient, url: str, model: str | None) -> str:
+    """Return the model's name, by default the first one of the server."""
+    try:
         response = await fetch(http, "GET", f"{url}/models", None, TIMEOUT_S)
     except NoVerdictError as error:
-        await http.aclose()
         raise ConfigError(f"no server answers at {url}: {error}; give its address") from None
     if response.status_code in (401, 403):
-        await http.aclose()
         raise ConfigError(f"the server at {url} refuses the key (status {response.status_code}); give --key")
     try:
-        names = [str(each["id"]) for each in response.json()["data"]]
-    except (ValueError, TypeError, KeyError):
-        names = []
-    if model is None and not names:
-        await http.aclose()
-        raise ConfigError(f"the server at {url} does not list its models; give --model")
-    return Server(http, url, model or names[0], budget)
+        return model or str(response.json()["data"][0]["id"])
+    except (ValueError, TypeError, LookupError):
+        raise ConfigError(f"the server at {url} does not list its models; give --model") from None
 
 
 async def run_audit(

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from cluster.cli.audit.client import CHAT, COMPLETIONS, Server
-from cluster.cli.audit.evidence import HitEvidence, Prediction
+from cluster.cli.audit.evidence import DrawEvidence, HitEvidence, Prediction
 from cluster.cli.audit.sampling import top_sentence
 from cluster.cli.audit.trial import NUM_POSITIONS, PROMPTS, Audit, Trial, add_path_draws, all_of
 from cluster.cli.audit.wire import Answer, Body, NoVerdictError, RefusedError
@@ -26,7 +26,7 @@ _WORDS = ("river", "stone", "apple", "cloud", "table", "green", "seven", "paper"
 
 async def later_tokens(audit: Audit, trial: Trial) -> None:
     """Draw tokens 2 to 8, each against the distribution reported with it."""
-    part, seen = trial.draws(), dict[tuple[str, ...], str]()
+    part, seen = trial.add(DrawEvidence()), dict[tuple[str, ...], str]()
     while not trial.is_enough():
         for prompt in audit.open_prompts(8):
             for answer in await _paths(audit.server, prompt.text):
@@ -38,7 +38,7 @@ async def later_tokens(audit: Audit, trial: Trial) -> None:
 
 async def forced_prefixes(audit: Audit, trial: Trial) -> None:
     """Give the first tokens of an answer as a prompt: the next token must have the distribution reported with it."""
-    part, noise, num_tried = trial.hits(), random.Random(1), 0
+    part, noise, num_tried = trial.add(HitEvidence()), random.Random(1), 0
     prompts = audit.open_prompts(16)
     while not trial.is_enough():
         prompt = noise.choice(prompts)
@@ -59,7 +59,7 @@ async def forced_prefixes(audit: Audit, trial: Trial) -> None:
 def compare_prediction(
     trial: Trial, part: HitEvidence, answer: Answer, expected: str, prediction: Prediction, again: Prediction | None
 ) -> None:
-    """Compare the distribution reported in an answer with one after the same tokens; None could not be asked for."""
+    """Compare the distribution reported in an answer with `again`, after the same tokens; None if none could be had."""
     if again is not None:
         distance = again.distance(prediction)
         trial.hit(part, answer, expected, f"{distance:.2f} away from it" if distance > FAR else None)
@@ -73,7 +73,7 @@ def check_prefixes(part: HitEvidence, num_tried: int) -> None:
 
 async def second_ask(audit: Audit, trial: Trial) -> None:
     """Ask for greedy texts twice: each token is the likeliest one, and both report the same."""
-    part = trial.hits()
+    part = trial.add(HitEvidence())
     prompts = [prompt.text for prompt in audit.open_prompts(99)]
     while not trial.is_enough():
         for text in prompts:
@@ -85,7 +85,8 @@ async def second_ask(audit: Audit, trial: Trial) -> None:
 async def company(audit: Audit, trial: Trial) -> None:
     """Compare answers alone with answers among 16 other requests."""
     prompts = [prompt.text for prompt in audit.open_prompts(8)]
-    part, draws, seen = trial.hits(), trial.draws(is_planned=False), dict[tuple[str, ...], str]()
+    part, draws = trial.add(HitEvidence()), trial.add(DrawEvidence(), is_planned=False)
+    seen: dict[tuple[str, ...], str] = {}
     single = replace(audit.server, max_choices=1)  # llama.cpp waits until all choices of a request find a slot
     alone = [await _greedy(audit.server, text) for text in prompts]
     others = [asyncio.ensure_future(_keep_busy(audit.server, rank)) for rank in range(16)]
@@ -106,7 +107,8 @@ async def cache(audit: Audit, trial: Trial) -> None:
     """Compare the first ask of a prompt with later asks, and with one after many other prompts."""
     audit.open_prompts(1)
     server, noise = audit.server, random.Random()
-    part, draws, seen = trial.hits(), trial.draws(is_planned=False), dict[tuple[str, ...], str]()
+    part, draws = trial.add(HitEvidence()), trial.add(DrawEvidence(), is_planned=False)
+    seen: dict[tuple[str, ...], str] = {}
     num_cached = 0
     while not trial.is_enough():
         firsts = []
@@ -219,7 +221,7 @@ async def distributions(audit: Audit, trial: Trial) -> None:
     if not (one.num_top and two.num_top) or one.is_chat or two.is_chat:
         await _compare_draws(one, two, ways, trial)
         return
-    part, noise, num_tried = trial.hits(), random.Random(2), 0
+    part, noise, num_tried = trial.add(HitEvidence()), random.Random(2), 0
     while not trial.is_enough():
         text = noise.choice(audit.open_prompts(16)).text
         answer = await one.ask(text, max_tokens=NUM_POSITIONS, logprobs=one.num_top)
@@ -235,7 +237,7 @@ async def distributions(audit: Audit, trial: Trial) -> None:
 
 async def _compare_draws(one: Server, two: Server, ways: str, trial: Trial) -> None:
     """Without logprobs: draw from both in pairs. Where one of a pair is the most frequent text, each is with 1/2."""
-    part, usual = trial.draws(2), dict[str, str]()
+    part, usual = trial.add(DrawEvidence(2)), dict[str, str]()
     number = min(one.max_choices, two.max_choices)
     while not trial.is_enough():
         for prompt in PROMPTS[:4]:
@@ -253,7 +255,7 @@ async def _compare_draws(one: Server, two: Server, ways: str, trial: Trial) -> N
 async def greedy(audit: Audit, trial: Trial) -> None:
     """Compare greedy texts token by token."""
     one, two, ways = await two_ways(audit)
-    part, num_same, num_all = trial.hits(), 0, 0
+    part, num_same, num_all = trial.add(HitEvidence()), 0, 0
     while not trial.is_enough():
         for prompt in PROMPTS:
             pair = await all_of(_greedy(way, prompt) for way in (one, two))
@@ -271,7 +273,7 @@ async def greedy(audit: Audit, trial: Trial) -> None:
 async def refusals(audit: Audit, trial: Trial) -> None:
     """Compare the refusals of bad requests to the letter."""
     one, two, ways = await two_ways(audit)
-    part = trial.hits()
+    part = trial.add(HitEvidence())
     while not trial.is_enough():
         for bad in _BAD:
             pair = await all_of(_refusal(way, bad) for way in (one, two))
@@ -286,7 +288,7 @@ async def seeds(audit: Audit, trial: Trial) -> None:
     one, two, ways = await two_ways(audit)
     if not ("seed" in one.neutral and "seed" in two.neutral):
         raise NoVerdictError("the server takes no seed")
-    part, seed = trial.hits(), 0
+    part, seed = trial.add(HitEvidence()), 0
     while not trial.is_enough():
         seed += 1
         prompt = PROMPTS[seed % len(PROMPTS)]

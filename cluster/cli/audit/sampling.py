@@ -12,7 +12,15 @@ from itertools import accumulate
 from typing import Any
 
 from cluster.cli.audit.client import Server
-from cluster.cli.audit.evidence import Claim, LeastEvidence, Prediction, filtered, tempered, weighted_claim
+from cluster.cli.audit.evidence import (
+    Claim,
+    DrawEvidence,
+    LeastEvidence,
+    Prediction,
+    filtered,
+    tempered,
+    weighted_claim,
+)
 from cluster.cli.audit.trial import Audit, OpenPrompt, Trial, add_first_draws, all_of, first_token
 from cluster.cli.audit.wire import Answer, NoVerdictError
 
@@ -51,7 +59,7 @@ class Setting:
 async def temperature_one(audit: Audit, trial: Trial) -> None:
     """Draw from the four prompts that show a shift of the likeliest token best."""
     prompts = audit.open_prompts(4)
-    part = trial.draws()
+    part = trial.add(DrawEvidence())
     while not trial.is_enough():
         for prompt in prompts:
             await add_first_draws(trial, part, audit.server, prompt.text, None, {})
@@ -70,7 +78,7 @@ def top_sentence(num_top: float, expected: float, number: int) -> str:
 async def first_tokens(audit: Audit, trial: Trial, name: str) -> None:
     """Draw first tokens with the value of a parameter whose loss would show best."""
     setting = await _setting(audit, name)
-    part, claim = trial.draws(1), setting.claim
+    part, claim = trial.add(DrawEvidence(1)), setting.claim
     trial.sentence = setting.text
     while not (trial.is_found() or (trial.is_enough() and trial.num_draws >= _LEAST_DRAWS)):
         num_before = part.num_draws
@@ -82,7 +90,7 @@ async def first_tokens(audit: Audit, trial: Trial, name: str) -> None:
 async def later_parameters(audit: Audit, trial: Trial) -> None:
     """Draw texts with each parameter, and weigh their tokens 2 to 4, where drafts decide."""
     names = ("temperature", *_FILTERS, "logit_bias")
-    parts = {name: trial.least_of(1) for name in names}
+    parts = {name: trial.add(LeastEvidence(1)) for name in names}
     shown, reason = [], ""
     for name, part in parts.items():
         try:
@@ -123,7 +131,7 @@ async def _penalized(audit: Audit, trial: Trial, name: str, penalty: Callable[[i
     words = Counter(re.findall(r" ?\w+", prompt.text))
     readings = [partial(claim_of, in_prompt=count) for count in (lambda token: 0, words.__getitem__)]
     setting = Setting(prompt, name, 1.0, readings[0])
-    await _draw_paths(audit.server, trial, trial.least_of(2), setting, readings, is_first=True)
+    await _draw_paths(audit.server, trial, trial.add(LeastEvidence(2)), setting, readings, is_first=True)
 
 
 async def _setting(audit: Audit, name: str) -> Setting:

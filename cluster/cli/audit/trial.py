@@ -14,12 +14,10 @@ import numpy as np
 
 from cluster.cli.audit.client import Server
 from cluster.cli.audit.evidence import (
-    FAULT_RATE,
     Claim,
     DrawEvidence,
     Evidence,
     HitEvidence,
-    LeastEvidence,
     Prediction,
     plain_claim,
 )
@@ -58,19 +56,8 @@ class Trial:
         self.finding: Finding | None = None
         self.sentence = ""
 
-    def draws(self, num_others: int = 0, *, is_planned: bool = True) -> DrawEvidence:
-        """Return a new part for draws from distributions; without `is_planned` the audit plans no number of them."""
-        return self._added(DrawEvidence(num_others), is_planned)
-
-    def least_of(self, num_readings: int) -> LeastEvidence:
-        """Return a new part whose claim has several readings."""
-        return self._added(LeastEvidence(num_readings))
-
-    def hits(self, rate: float = FAULT_RATE) -> HitEvidence:
-        """Return a new part for outcomes that a server cannot have; the planned fault has them at `rate`."""
-        return self._added(HitEvidence(rate))
-
-    def _added(self, part: _Part, is_planned: bool = True) -> _Part:
+    def add(self, part: _Part, *, is_planned: bool = True) -> _Part:
+        """Add a part, and return it; without `is_planned` the audit plans no number of its draws."""
         self._parts.append(part)
         if is_planned:
             self._planned.append(part)

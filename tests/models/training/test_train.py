@@ -28,7 +28,7 @@ def test_training_ends_with_its_tokens_and_leaves_a_loadable_checkpoint(tmp_path
         return loss
 
     report = train(model, optimizer, step_loss, budget, lambda: save_checkpoint(model, tmp_path))
-    assert (report.num_steps, report.num_tokens) == (5, 160)
+    assert (report["num_steps"], report["num_tokens"]) == (5, 160)
     assert losses[-1] < losses[0]
     assert num_parameters(load_checkpoint(tmp_path)) == num_parameters(model)
 
