@@ -34,7 +34,7 @@ class ReportSink(Protocol):
         """
 
 
-# What a target tells the shell, in this order after each greeting; None for the loss of the target and its cache. After
+# The events of a target, in this order after each greeting; None for the loss of the target and its cache. After
 # a lost connection the same target may greet again.
 TargetEvent = TargetReady | Status | Snapshot | None
 
