@@ -1,6 +1,6 @@
 """The settings of pairs and prefill replicas; `cluster` fills them in from deploy.yaml and the node's resources.
 
-An admin's choice of another draft stands in a file of its process's folder, for the next start.
+An admin's choice of another draft is a file in the folder of its process, which reads it at the next start.
 """
 
 from __future__ import annotations

@@ -205,8 +205,8 @@ def train(
 ) -> dict[str, float]:
     """Step until the budget is spent, and return the cost of the run.
 
-    `step_loss` maps progress in [0, 1] to the loss of the next batch. `save` is called every few minutes and at the end.
-    `clock` belongs to a resumed run; None starts a new one.
+    `step_loss` maps progress in [0, 1] to the loss of the next batch. `save` is called every few minutes and at the
+    end. `clock` belongs to a resumed run; None starts a new one.
     """
     clock = clock or TrainingClock(budget)
     log_every = 10  # steps
