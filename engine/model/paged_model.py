@@ -121,8 +121,7 @@ class PagedModel:
         note = _circumstances(plan_attention, self.decoder, is_deterministic=is_deterministic)
         if store.has_agreed(note):
             return
-        tolerance = _MAX_ERROR[self._dtype] + 0.2 * (quantization is not Quantization.NONE)
-        self._check_agreement(model, probe, rank, whole_logits, tolerance)
+        self._check_agreement(model, probe, rank, whole_logits, quantization)
         if is_deterministic and (difference := self._first_difference()):
             raise _not_deterministic(model, f"{difference} gives the same tokens other logits than a prefill")
         store.agree(note)
@@ -133,7 +132,7 @@ class PagedModel:
         probe: _Probe,
         rank: Rank,
         expected: Tensor | None,
-        tolerance: float,
+        quantization: Quantization,
     ) -> None:
         """Compare the probe's logits with the stock model's of the same weights; other ranks compute only.
 
@@ -149,6 +148,7 @@ class PagedModel:
             leaked = self._probed((_others(first, self.vocab_size), second), far)
         if expected is None:
             return
+        tolerance = _MAX_ERROR[self._dtype] + 0.2 * (quantization is not Quantization.NONE)
         num_own = len(second)
         parts = (slice(None, -num_own), slice(-num_own, None))
         error = max(_relative_error(logits[rows], expected[rows]) for rows in parts)

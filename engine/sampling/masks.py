@@ -19,38 +19,34 @@ from protos.messages import SamplingParams
 _NUM_KEPT = 512  # cached requests, each with the target's and the draft's vocabulary; evicted ones are rebuilt
 
 
-class _TrieNode:
-    """A node in the trie of reversed bad words: the tokens forbidden after it, and its children by previous token."""
+class BadWords:
+    """The root or another node in the trie of a request's reversed bad words.
+
+    `forbidden_ids` are the tokens forbidden after the node, `parents` its children by previous token. One walk over the
+    prefix finds the forbidden tokens of all words.
+    """
 
     __slots__ = ("forbidden_ids", "parents")
 
     def __init__(self) -> None:
         self.forbidden_ids: list[int] = []
-        self.parents: dict[int, _TrieNode] = {}
+        self.parents: dict[int, BadWords] = {}
 
-
-class BadWords:
-    """The bad words of a request. One walk over the prefix finds the forbidden tokens of all words.
-
-    `always_ids` are the words of one token, `[A] int64`.
-    """
-
-    def __init__(self, words: tuple[tuple[int, ...], ...], num_tokens: int, device: torch.device) -> None:
-        self._root = _TrieNode()
+    @classmethod
+    def of(cls, words: tuple[tuple[int, ...], ...], num_tokens: int) -> BadWords:
+        """Return the trie of words whose last token is below `num_tokens`."""
+        root = cls()
         for word in words:
             if word and word[-1] < num_tokens:
-                self._insert(word)
-        self.always_ids = upload(self._root.forbidden_ids, torch.int64, device)
-
-    def _insert(self, word: tuple[int, ...]) -> None:
-        node = self._root
-        for token_id in reversed(word[:-1]):
-            node = node.parents.setdefault(token_id, _TrieNode())
-        node.forbidden_ids.append(word[-1])
+                node = root
+                for token_id in reversed(word[:-1]):
+                    node = node.parents.setdefault(token_id, cls())
+                node.forbidden_ids.append(word[-1])
+        return root
 
     def completions(self, row: LogitsRow) -> Iterator[int]:
-        """Yield the last token of each longer word whose other tokens end the row's prefix."""
-        node: _TrieNode | None = self._root
+        """Yield the last token of each word whose other tokens end the row's prefix."""
+        node: BadWords | None = self
         for token_id in chain(reversed(row.draft_ids), reversed(row.token_ids)):
             assert node is not None
             node = node.parents.get(token_id)
@@ -82,8 +78,11 @@ def bias_of(sampling: SamplingParams, like: Tensor) -> tuple[Tensor, Tensor]:
     return _bias(_Identity(sampling), like.shape[1], like.dtype, like.device)
 
 
-def bad_words_of(sampling: SamplingParams, like: Tensor) -> BadWords:
-    """Return the bad words of a request for scores `[R, V]` such as `like`. Created on the first call."""
+def bad_words_of(sampling: SamplingParams, like: Tensor) -> tuple[BadWords, Tensor]:
+    """Return the bad words of a request for scores `[R, V]` such as `like`, and those of one token, `[A] int64`.
+
+    Created on the first call.
+    """
     return _bad_words(_Identity(sampling), like.shape[1], like.device)
 
 
@@ -95,8 +94,9 @@ def _bias(key: _Identity, num_tokens: int, dtype: torch.dtype, device: torch.dev
 
 
 @lru_cache(_NUM_KEPT)
-def _bad_words(key: _Identity, num_tokens: int, device: torch.device) -> BadWords:
-    return BadWords(key.subject.bad_words, num_tokens, device)
+def _bad_words(key: _Identity, num_tokens: int, device: torch.device) -> tuple[BadWords, Tensor]:
+    words = BadWords.of(key.subject.bad_words, num_tokens)
+    return words, upload(words.forbidden_ids, torch.int64, device)
 
 
 def has_bias(sampling: SamplingParams) -> bool:
@@ -162,13 +162,13 @@ def mask_banned_tokens(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
 
 def _banned_ids(row: LogitsRow, scores: Tensor) -> Tensor:
     """Return the banned tokens of a row, `[n] int64`: ends of bad words, and stop tokens before `min_tokens`."""
-    words = bad_words_of(row.sampling, scores)
+    words, always_ids = bad_words_of(row.sampling, scores)
     banned_ids = [*words.completions(row)]
     if row.num_generated < row.sampling.min_tokens:
         banned_ids += [token_id for token_id in row.sampling.stop_token_ids if token_id < scores.shape[1]]
     if not banned_ids:
-        return words.always_ids
-    return torch.cat((words.always_ids, upload(banned_ids, torch.int64, scores.device)))
+        return always_ids
+    return torch.cat((always_ids, upload(banned_ids, torch.int64, scores.device)))
 
 
 def _places(token_ids: Seq[Tensor], scores: Tensor) -> tuple[Tensor, Tensor]:

@@ -118,9 +118,7 @@ class NativeProduct(Storable):
             return False
         minimum = Instructions.AVX512 if dtype == torch.bfloat16 else Instructions.AVX2
         is_exact = torch.bfloat16 in (weight.dtype, dtype)
-        return has_tiles(weight, minimum=minimum) and (
-            is_exact or torch.equal(weight.bfloat16().to(weight.dtype), weight)
-        )
+        return has_tiles(weight, minimum) and (is_exact or torch.equal(weight.bfloat16().to(weight.dtype), weight))
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]. Raises TypeError for rows of another dtype or length than the weight's."""
@@ -199,11 +197,11 @@ def apart(alternated: Tensor) -> tuple[Tensor, Tensor]:
     return halves[..., 0, :].flatten(-2), halves[..., 1, :].flatten(-2)
 
 
-def has_tiles(weight: Tensor, num_inputs: int = 32, minimum: Instructions = Instructions.AVX512) -> bool:
-    """True if this process has the kernels and `weight` [out, in] is made of whole tiles of so many inputs."""
+def has_tiles(weight: Tensor, minimum: Instructions) -> bool:
+    """True if this process has the kernels and `weight` [out, in] is made of whole tiles of 32 inputs."""
     if weight.ndim != 2 or weight.device.type != "cpu" or weight.numel() == 0:
         return False
-    return weight.shape[0] % OUTPUTS == 0 and weight.shape[1] % num_inputs == 0 and native_library(minimum) is not None
+    return weight.shape[0] % OUTPUTS == 0 and weight.shape[1] % 32 == 0 and native_library(minimum) is not None
 
 
 def tiled(weight: Tensor, num_together: int, num_rows: int = 16) -> Tensor:

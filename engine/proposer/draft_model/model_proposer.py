@@ -26,9 +26,8 @@ from engine.model.loader import load_config, tokenizer_file
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.draft_model.ahead_drafter import FAN_OUT, AheadDrafter
 from engine.proposer.draft_model.draft_model import DraftModel, DraftSequence
-from engine.proposer.growth.block import Blocks
 from engine.proposer.growth.chain import Chain
-from engine.proposer.growth.tree import Tree, tree_of
+from engine.proposer.growth.tree import Blocks, Tree, tree_of
 from engine.proposer.vocab_mapping.translation import SameVocabulary, Translation
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.sequence.batch import DraftQuery

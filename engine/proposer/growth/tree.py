@@ -8,7 +8,7 @@ After the committed tokens:
           / \    |
          u   v   w               level 2, from one pass over x and y; the next pass computes the best of u, v, w
 
-Its shape has the nodes that are likeliest to be accepted, or the same nodes in every pass. Drafts drawn for rejection
+The shape has the nodes that are likeliest to be accepted, or the same nodes in every pass. Drafts drawn for rejection
 need the same shape in every pass: choosing nodes by their drawn tokens would bias the output.
 """
 
@@ -18,15 +18,16 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cache
 from heapq import heappop, heappush
-from itertools import islice
+from itertools import accumulate, islice
 
 from torch import Tensor
 
 from engine.accounting.acceptance import RANK_ACCEPTANCE
 from engine.batch.draft import Draft, SparseDistribution
 from engine.batch.span import Span
+from engine.model.draft_heads.head import BlockLogits
 from engine.native.library import are_finite
-from engine.proposer.growth.chain import masked, row_after
+from engine.proposer.growth.chain import Chain, ChainSampler, masked, row_after
 from engine.sampling.grammar import GrammarMatcher
 from engine.sampling.logits_row import LogitsRow
 from engine.sampling.noise import Purpose, random_bits
@@ -313,3 +314,37 @@ class TreeSampler:
                     children[index].append(Child(drawn[index], distribution=distributions[index]))
             left = left.scatter(1, columns, 0)
         return children
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A block for each draft, of `num_drafts` positions; their rows are in one order, block after block."""
+
+    logits: BlockLogits
+    num_drafts: Seq[int]
+
+    def grow(self, chains: Seq[Chain], sampler: ChainSampler) -> None:
+        """Choose position by position, since penalties and grammars of a row depend on the drafts before it."""
+        for chain in chains:
+            chain.is_block = True
+        for depth in range(max(self.num_drafts, default=0)):
+            growing = [row for row, num in enumerate(self.num_drafts) if depth < num]
+            grown = [chains[row] for row in growing]
+            before = [(*chain.row.token_ids[-2:], *chain.token_ids) for chain in grown]
+            sampler.extend(grown, self._at(growing, depth, before))
+
+    def branch(self, trees: Seq[Tree], sampler: TreeSampler) -> None:
+        """Grow level by level; all nodes of a level share one position of the block."""
+        for tree in trees:
+            tree.is_block = True
+        for depth in range(max(self.num_drafts, default=0)):
+            growing = [row for row, num in enumerate(self.num_drafts) if depth < num and trees[row].level]
+            if growing:
+                blocks = [row for row in growing for _ in trees[row].level]
+                rows = [row for index in growing for row in trees[index].rows]
+                before = [(*row.token_ids[-2:], *row.draft_ids) for row in rows]
+                sampler.branch([trees[row] for row in growing], self._at(blocks, depth, before))
+
+    def _at(self, blocks: Seq[int], depth: int, before: Seq[Seq[int]]) -> Tensor:
+        firsts = [0, *accumulate(self.num_drafts)]
+        return self.logits([firsts[block] + depth for block in blocks], before)
