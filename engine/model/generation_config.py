@@ -1,4 +1,4 @@
-"""Generation as a checkpoint states it: the limit of positions, end tokens and sampling defaults.
+"""The settings of generation in a checkpoint: the limit of positions, end tokens and sampling defaults.
 
 Past the limit a token's distribution would depend on the batch.
 """

@@ -1,17 +1,16 @@
 """Tensor parallelism: the plan that shards a model, and one rank's exchanges with the others.
 
-Tensor parallelism as in Megatron-LM (arXiv:1909.08053): heads and MLP units are sharded over the ranks. The first
-products are cut by outputs; the second by inputs, and their partial results are summed: two sums per layer.
+As in Megatron-LM (arXiv:1909.08053), heads and MLP units are sharded over the ranks. The first products are cut by
+outputs; the second by inputs, and their partial results are summed: two sums per layer.
 
       hidden -> [ q k v of my heads ] -> attention -> [ o of my heads ]  -> sum over ranks -> hidden
       hidden -> [ gate up of my units ] -> silu, mul -> [ down of my units ] -> sum over ranks -> hidden
       hidden -> [ lm_head of my tokens ] -> logits joined over ranks
 
-Sharding of a model over ranks: transformers' plan for its family, or a refusal by name.
-
-A family's plan maps modules and parameters to a style of sharding ("colwise": by outputs). The families of
-`engine.model.decoders.fused_decoder` are sharded by its own code in the same way. For all families the plan names the
-sizes that the number of ranks must divide. No weights are needed: the model is built without memory.
+transformers' plan for a family maps modules and parameters to a style of sharding ("colwise": by outputs); a family
+without a plan is refused by name. The families of `engine.model.decoders.fused_decoder` are sharded by its own code in
+the same way. For all families the plan names the sizes that the number of ranks must divide. No weights are needed: the
+model is built without memory.
 """
 
 from __future__ import annotations

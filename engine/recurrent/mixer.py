@@ -44,19 +44,20 @@ class MixerForm:
     """The numbers of one mixer; tensors are float32 and contiguous.
 
     Attributes:
-        kind: of the recurrence.
-        inputs: returns the inputs of a module and its hidden states, or a tensor that has all of them, at `*_at`.
-        weight: of the convolution, [R + 1, D].
-        bias: of the convolution, [D].
+        kind: the recurrence.
+        inputs: computes the inputs from a module and hidden states: each alone, or one tensor with all of them, at the
+            places `*_at`.
+        weight: the convolution's, [R + 1, D].
+        bias: the convolution's, [D].
         rates: a state decays by e^(rate step), [heads].
-        step_biases: [heads].
-        skips: Mamba-2's, [heads].
-        norm: [heads * head_width].
+        step_biases: added to the steps, [heads].
+        skips: Mamba-2's factors of the inputs that are added to the outputs, [heads].
+        norm: the weight of the norm, [heads * head_width].
         heads, groups: heads of a group share b and c, or key and query.
-        head_width, depth: of a head's state.
+        head_width, depth: the sizes of a head's state.
         norm_size: numbers that are normed together.
         gates_first: the gate comes before the norm.
-        gate_factor, step_factor: of gates and steps as they come.
+        gate_factor, step_factor: multiply gates and steps first.
     """
 
     kind: MixerKind

@@ -69,7 +69,7 @@ class NativeMixer(KernelMixer):
         return ctypes.addressof(self._call) if self._is_packed and dtype is self._dtype else None
 
     def take(self, product: _Product, steps: _Product | None) -> None:
-        """Have one product give all inputs, at the places of the kernel's structure; or `steps` the steps and betas."""
+        """Compute all inputs by `product`, at the places of the kernel's structure, or steps and betas by `steps`."""
         if steps is not None:
             self._call.steps_at, self._call.betas_at = 0, self._call.heads
         self._inputs, self._is_packed = partial(self._products, product, steps), True
@@ -116,13 +116,13 @@ def use_native_mixers(model: nn.Module, dtype: torch.dtype) -> int:
 
 
 def native_call(module: nn.Module, dtype: torch.dtype) -> int | None:
-    """Return the kernel's structure for a mixer, valid as long as this; None unless `take_products` has its inputs."""
+    """Return the kernel's structure for a mixer, valid as long as it; None before `take_products` or for other rows."""
     mixer = vars(module).get("forward")
     return mixer.address(dtype) if isinstance(mixer, NativeMixer) else None
 
 
 def first_products(module: Any) -> tuple[list[nn.Linear], Tensor | None] | None:
-    """Return the layers that give a mixer's inputs, and the order of their outputs in the kernel's structure.
+    """Return the layers that compute a mixer's inputs, and the order of their outputs in the kernel's structure.
 
     None for their own order, and for a mixer that the kernel does not compute.
     """
@@ -136,7 +136,7 @@ def first_products(module: Any) -> tuple[list[nn.Linear], Tensor | None] | None:
 
 
 def take_products(module: nn.Module, product: _Product, steps: _Product | None) -> None:
-    """Have products give a mixer's inputs in the order of `first_products`: one, or another for steps and betas."""
+    """Compute a mixer's inputs by `product`, in the order of `first_products`, or its steps and betas by `steps`."""
     mixer = vars(module)["forward"]
-    assert isinstance(mixer, NativeMixer), "`first_products` says so"
+    assert isinstance(mixer, NativeMixer), "`first_products` has found it"
     mixer.take(product, steps)

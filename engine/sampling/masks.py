@@ -79,7 +79,7 @@ def bias_of(sampling: SamplingParams, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def bad_words_of(sampling: SamplingParams, like: Tensor) -> tuple[BadWords, Tensor]:
-    """Return the bad words of a request for scores `[R, V]` such as `like`, and those of one token, `[A] int64`.
+    """Return the bad words of a request for scores `[R, V]` such as `like`, and the words of one token, `[A] int64`.
 
     Created on the first call.
     """

@@ -57,9 +57,9 @@ def convert_gguf(file: Path, folder: Path, dtype: torch.dtype | None = None) -> 
     """Write the model of `file` into `folder`: safetensors, configuration, tokenizer and chat template.
 
     Args:
-        file: of GGUF.
-        folder: is made.
-        dtype: of the numbers; None keeps blocks as they are, for `engine.model.checkpoint.dequantize`.
+        file: the GGUF file.
+        folder: created if it does not exist.
+        dtype: the numbers are rounded to it; None keeps blocks as they are, for `engine.model.checkpoint.dequantize`.
 
     Raises:
         ConfigError: the file is damaged or not GGUF, or transformers does not read all of its model.

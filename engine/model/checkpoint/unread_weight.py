@@ -32,8 +32,8 @@ _is_storing: ContextVar[bool] = ContextVar("is_storing", default=False)
 class QuantizedWeight:
     """Numbers [out, in], integers of few bits or float8; a weight is (number - zero) * scale + base.
 
-    `scales`, `bases` and `zeros` are [rows of scales, groups], each for a group of inputs and `row_step` outputs. None
-    is 0. `num_bits` is the width of the numbers of weights that we round.
+    `scales`, `bases` and `zeros` are [rows of scales, groups], each for a group of inputs and `row_step` outputs; None
+    means 0. `num_bits` is the width of the numbers of weights that we round.
     """
 
     numbers: Tensor

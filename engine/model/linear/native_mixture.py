@@ -40,7 +40,7 @@ class Routing:
 
     Attributes:
         scores: compared, and the weights of the chosen ones.
-        epsilon: added to the sum of a row's weights before it divides them.
+        epsilon: added to the sum of a row's weights, which divides them.
         is_normalized: the weights of a row add up to 1, where its router has no attribute for it.
         has_group_sums: groups of experts are compared by their two best scores, not by the best.
     """
@@ -99,9 +99,9 @@ class NativeMixture:
         Args:
             mixture: the stock module.
             routing: of its family.
-            shared: both products of the MLP that all rows pass, which `takes`.
+            shared: both products of the MLP that all rows pass; the kernel `takes` them.
             function: of that MLP without gates.
-            latent: the products before and after the experts, if their rows have another size; which `takes`.
+            latent: the products before and after the experts, if their rows have another size; the kernel `takes` them.
         """
         self._experts, self._products = mixture.experts.forward, (latent, shared)  # kept: `call` points to the weights
         self.dtype = self._experts.dtype

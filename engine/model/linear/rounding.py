@@ -18,8 +18,8 @@ from engine.model.checkpoint.unread_weight import QuantizedWeight
 from engine.model.linear.weight_store import OUTPUTS
 from engine.native.library import kernel
 
-GROUP_SIZE = 32  # inputs that share a scale,
-LONG_GROUP_SIZE = 64  # or so many of int8: half as many sums to be scaled
+GROUP_SIZE = 32  # inputs that share a scale
+LONG_GROUP_SIZE = 64  # the same in int8, where it halves the number of sums to scale
 _TINY = 2.0**-24  # float16's smallest number: a scale is never zero
 _HUGE = torch.finfo(torch.float16).max
 _TIMES = (-8, *range(7, 0, -1), *range(8, 16))  # of a step in the greatest number of a group

@@ -205,9 +205,10 @@ class FewBitsProduct(TritonProduct):
         dtype: torch.dtype,
         unpacked: UnpackedPart | None,
     ) -> None:
-        """Pack `weight` for rows of `dtype`, whose groups are multiples of 32.
+        """Pack `weight`, whose groups are multiples of 32, for rows of `dtype`.
 
-        Without a buffer for an `unpacked` part of it, a row's bits do not depend on other rows.
+        Many rows are multiplied by parts of the weight in the buffer `unpacked`. Without it, a row's bits do not depend
+        on other rows.
         """
         self._dtype, self._bias, self._unpacked = dtype, bias, unpacked
         self.is_batch_invariant = is_deterministic = unpacked is None
