@@ -68,6 +68,7 @@ class DecoderFamily:
             configuration's `use_parallel_residual` is false.
         norms_embeddings: the final norm norms embeddings too.
         attention: a layer's attention.
+        inputs: the attention's products of queries, keys and values, where these are apart.
         output: the attention's last product.
         mlp: the products of an MLP, gate, up and down; or two without gates. One with gate and up is named twice.
         mlp_module: a layer's attribute of the MLP, or "" if the layer itself has its products. A layer may lack any
@@ -86,6 +87,7 @@ class DecoderFamily:
         other_kinds: keys of the configuration; where one is set, layers have parts that no kernel computes.
         layers: the attribute of the layers.
         positions: the attribute of embeddings of positions, which are added to tokens' embeddings; None without any.
+        scales_embeddings: tokens' embeddings are multiplied by the root of their size.
         takes: false for the configuration of a model with other parts than these.
         wide_stream: a key of the configuration; where it is set, the residual stream is float32.
         multipliers: the factors of a model's parts.
@@ -99,6 +101,7 @@ class DecoderFamily:
     is_parallel: bool = False
     norms_embeddings: bool = False
     attention: str = "self_attn"
+    inputs: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")
     output: str = "o_proj"
     mlp: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     mlp_module: str = "mlp"
@@ -116,6 +119,7 @@ class DecoderFamily:
     other_kinds: tuple[str, ...] = ()
     layers: str = "layers"
     positions: str | None = None
+    scales_embeddings: bool = False
     takes: Callable[[Any], bool] = _always
     wide_stream: str = ""
     multipliers: Callable[[Any], Multipliers] = _no_multipliers

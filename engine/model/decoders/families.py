@@ -26,6 +26,7 @@ _BEFORE_AND_AFTER = ("input_layernorm", "post_self_attn_layernorm", "post_attent
 _ONE = ("input_layernorm", None, None, None)
 _AFTER = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 _OUTER = ("gemma3", "gemma4")  # models of several media whose text part runs alone on texts
+_CTRL_EPSILON = 1e-6  # of all norms except the final one, whatever the configuration has
 _QUERIES = "queries"  # kind of the angles of queries that have their own
 
 
@@ -194,6 +195,21 @@ _DENSE = {
     "gpt2": _GPT2,
     "gpt_bigcode": _GPT2,
     "biogpt": replace(_LEARNED, final_norm="layer_norm"),
+    "ctrl": replace(
+        _LEARNED,
+        norms=("layernorm1", None, "layernorm2", None),
+        layers="h",
+        attention="multi_head_attention",
+        inputs=("Wq", "Wk", "Wv"),
+        output="dense",
+        mlp=("0", "2"),
+        mlp_module="ffn",
+        activation="relu",
+        final_norm="layernorm",
+        positions="pos_encoding",
+        scales_embeddings=True,
+        takes=lambda config: config.layer_norm_epsilon == _CTRL_EPSILON,
+    ),
     "opt": replace(_LEARNED, final_norm="final_layer_norm", takes=_opt_takes, multipliers=_opt_multipliers),
 }
 _MIXTURES = {
@@ -305,8 +321,8 @@ def layers_of(model: Any) -> Any:
 
 def position_table(model: Any, family: DecoderFamily) -> Tensor | None:
     """Return the embeddings of positions from 0 on, [positions, hidden]; None without any."""
-    module: Any = None if family.positions is None else getattr(model.get_decoder(), family.positions)
-    return None if module is None else module.weight[getattr(module, "offset", 0) :]
+    part: Any = None if family.positions is None else getattr(model.get_decoder(), family.positions)
+    return part if part is None or isinstance(part, Tensor) else part.weight[getattr(part, "offset", 0) :]
 
 
 def rotary_of(model: Any, family: DecoderFamily) -> Any:
@@ -356,7 +372,7 @@ def embedding_scale(model: Any, family: DecoderFamily) -> float:
     config = model.config.get_text_config()
     embeddings = model.get_input_embeddings()
     own = getattr(embeddings, "scalar_embed_scale", getattr(embeddings, "embed_scale", None))
-    if own is None and getattr(config, "mup_enabled", False):
+    if own is None and (family.scales_embeddings or getattr(config, "mup_enabled", False)):
         own = config.hidden_size**0.5
     return float(own) if own is not None else family.factor(config, "embedding_multiplier")
 

@@ -252,9 +252,12 @@ class StockLayers:
                 order = places.transpose(0, 1).flatten()
         elif has_latents(attention):
             inputs, order = first_latents(attention)
-        else:  # without own values keys are values too
-            own = [attention.k_proj, attention.v_proj or attention.k_proj] if record.stores_kv else []
-            inputs = [attention.q_proj, *own, *([attention.gate_proj] if hasattr(attention, "gate_proj") else [])]
+        else:
+            first, *others = self._family.inputs
+            stored = [getattr(attention, name) for name in others] if record.stores_kv else []
+            own = [each or stored[0] for each in stored]  # without own values keys are values too
+            inputs = [getattr(attention, first), *own]
+            inputs += [attention.gate_proj] if hasattr(attention, "gate_proj") else []
             if _has_joined_gates(attention, self._family):
                 order = _gates_last([each.out_features for each in inputs], record.shape.key_dim)
         return self._side_by_side(f"layers.{index}.qkv", inputs, order)

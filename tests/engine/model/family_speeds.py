@@ -37,10 +37,10 @@ NUM_ROUNDS = 7
 PROMPT = 128
 NUM_PASSES = {1: 12, 8: 6, PROMPT: 1}  # of a round, by rows: sequences, or tokens of a prompt
 CONTEXT = 64  # tokens before a row, except in a prompt
-WITHOUT_GATES = ("apertus", "arcee", "biogpt", "gpt2", "gpt_neox", "jais2", "nanochat", "nemotron", "opt", "persimmon")
-WITHOUT_GATES += ("phi", "starcoder2")
+WITHOUT_GATES = ("apertus", "arcee", "biogpt", "ctrl", "gpt2", "gpt_neox", "jais2", "nanochat", "nemotron", "opt")
+WITHOUT_GATES += ("persimmon", "phi", "starcoder2")
 OURS: dict[str, int | None] = {
-    **dict.fromkeys(("vocab_size", "intermediate_size", "n_inner", "ffn_dim", "max_position_embeddings"), 4096),
+    **dict.fromkeys(("vocab_size", "intermediate_size", "n_inner", "ffn_dim", "dff", "max_position_embeddings"), 4096),
     **dict.fromkeys(("hidden_size", "n_embd", "word_embed_proj_dim", "moe_intermediate_size"), 1024),
     **dict.fromkeys(("shared_expert_intermediate_size", "expert_ffn_hidden_size", "shared_intermediate_size"), 1024),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers"), NUM_LAYERS),

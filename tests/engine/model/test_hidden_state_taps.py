@@ -70,7 +70,7 @@ def test_taps_change_no_logit_and_a_model_without_them_keeps_no_features(tmp_pat
 
 
 def test_a_family_whose_layers_cannot_be_tapped_is_refused(tmp_path: Path) -> None:
-    stock = write_family(tmp_path, small_config("ctrl"))
+    stock = write_family(tmp_path, small_config("ctrl", layer_norm_epsilon=1e-5))
     with pytest.raises(ConfigError, match="its layers cannot be tapped for a head"):
         PagedModel(stock, taps=HiddenStateTaps((1,)))
 

@@ -21,6 +21,7 @@ from transformers import (
     Cohere2Config,
     Cohere2MoeConfig,
     CohereConfig,
+    CTRLConfig,
     DeepseekV2Config,
     DeepseekV3Config,
     Dots1Config,
@@ -254,6 +255,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "gpt2": GPT2Config(**GPT, scale_attn_by_inverse_layer_idx=True),
     "gpt_bigcode": GPTBigCodeConfig(**GPT),
     "gpt_bigcode_by_heads": GPTBigCodeConfig(**GPT, multi_query=False),
+    "ctrl": CTRLConfig(**GPT, dff=96),
     "biogpt": BioGptConfig(**SIZES_OF_NEOX),
     "opt": OPTConfig(**SIZES_OF_NEOX, ffn_dim=96, word_embed_proj_dim=128),
     "minicpm3": MiniCPM3Config(**LATENT, rms_norm_eps=1e-2),
@@ -278,7 +280,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 WITH_PARTS_OF_THEIR_OWN = ("gemma4_e2b", "gemma4_a4b", "gpt_neox", "gpt_neox_in_turn", "persimmon", "stablelm_parallel")
 WITH_PARTS_OF_THEIR_OWN += ("minicpm3", "youtu", "youtu_plain", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
 WITH_PARTS_OF_THEIR_OWN += ("glm4_moe_lite", "axk1", "granite_swa", "granitemoe_swa")
-WITH_PARTS_OF_THEIR_OWN += ("mimo_v2_flash", "gpt2", "gpt_bigcode", "gpt_bigcode_by_heads", "biogpt", "opt")
+WITH_PARTS_OF_THEIR_OWN += ("mimo_v2_flash", "gpt2", "gpt_bigcode", "gpt_bigcode_by_heads", "biogpt", "ctrl", "opt")
 WITH_PARTS_OF_THEIR_OWN += ("nemotron", "apertus", "nanochat", "ministral3", "afmoe", "cohere_normed", "phi_normed")
 TEXT = torch.randint(3, 96, (240,), generator=torch.Generator().manual_seed(1)).tolist()
 FIRST_TABLE, SECOND_TABLE = list(range(20, 0, -1)), [21, 22]

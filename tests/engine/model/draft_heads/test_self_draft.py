@@ -83,7 +83,7 @@ def test_other_families_and_mixtures_draft_for_themselves(family: str, tmp_path:
 
 
 def test_a_family_that_does_not_show_its_layers_is_told_to_draft_with_all(tmp_path: Path) -> None:
-    write_family(tmp_path, small_config("ctrl"))
+    write_family(tmp_path, small_config("ctrl", layer_norm_epsilon=1e-5))
     with pytest.raises(ConfigError, match=r"draft\.num_layers is 1, but model type 'ctrl' .* remove it, and set"):
         engine_of(tmp_path, replace(INT4, num_layers=1))
 
