@@ -1,7 +1,7 @@
-"""Copies between a GPU and main memory beside its passes: on a stream of their own, from and to pinned memory.
+"""Copies between a GPU and main memory next to its passes: on a stream of their own, from and to pinned memory.
 
 A copy on the engine's stream begins after all passes that the host has issued. Pinned memory comes from torch's cache,
-which keeps what is freed for the next copy. On a processor nothing is copied and nothing waits.
+which keeps freed memory for the next copy. On a processor nothing is copied and nothing waits.
 """
 
 from __future__ import annotations
@@ -67,5 +67,5 @@ def arrived(tensor: Tensor, device: torch.device) -> Tensor:
     with torch.cuda.stream(side):
         copied = tensor.to(device, non_blocking=True)
     current.wait_stream(side)
-    copied.record_stream(current)  # else the next arrival could overwrite what the current stream has yet to read
+    copied.record_stream(current)  # else the next arrival could overwrite it before the current stream reads it
     return copied

@@ -81,7 +81,7 @@ class Manager:
 @pytest.mark.parametrize(
     ("device", "waited", "taken"), [("cuda", "side", "side"), ("cpu", "all of the engine's", "engine's")]
 )
-def test_blocks_of_a_gpu_leave_and_arrive_beside_the_passes(
+def test_blocks_of_a_gpu_leave_and_arrive_next_to_the_passes(
     device: str, waited: str, taken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks that arrive in memory of the engine's stream could overwrite what an issued pass has yet to read."""

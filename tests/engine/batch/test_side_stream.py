@@ -1,4 +1,4 @@
-"""Copies beside the passes: what they wait for, and which memory they use."""
+"""Copies next to the passes: their waits, and the memory that they use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CUDA = torch.device("cuda", 0)
 
 
 class Card:
-    """A log of what is asked of a GPU, in order, and the stream that it is asked of."""
+    """A log of a GPU's calls, in order, with their stream."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -28,7 +28,7 @@ class Card:
 
 
 class CardTensor(Tensor):
-    """A tensor of the processor that says that it is on a card."""
+    """A tensor of the processor that passes for one of a card."""
 
     card: Card
     is_cuda = True

@@ -55,7 +55,7 @@ def test_other_tensors_are_left_to_nccl(refused: Tensor) -> None:
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Four ranks with a card each, as the third of them sees torch; what a test changes of it is told to all ranks."""
+    """Four ranks with a card each, as the third of them sees torch; a test changes its fields."""
     found = SimpleNamespace(has_access=True, others_agree=True, error=None, excess=0, num_trials=0)
 
     def rendezvous(shared: Tensor, name: str) -> None:
