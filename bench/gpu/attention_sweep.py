@@ -1,8 +1,10 @@
-"""One launch of the attention kernel under choices that serving does not make, and torch's attention to compare."""
+"""One launch of the attention kernel under choices that serving does not make, and torch's attentions to compare."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.nn import functional as F
@@ -57,13 +59,73 @@ def sweep(seconds: Seconds, shape: WideShape, context: int, rows: int, tiling: T
     return seconds(lambda: paged_attention(query, keys, values, launch, options))
 
 
-def torch_attention_s(seconds: Seconds, shape: WideShape, context: int, rows: int) -> float:
-    """Return the seconds of torch's attention over as many contiguous keys, without the mask among the drafts.
+def contiguous_s(
+    backend: SDPBackend, seconds: Seconds, shape: WideShape, context: int, rows: int, device: str
+) -> float:
+    """Return the seconds of one of torch's attentions over as many contiguous keys, without a mask among the drafts.
 
-    cuDNN's kernel comes first where torch has it: on Hopper it is the fastest of those that come with torch.
+    Raises:
+        RuntimeError: the backend does not compute this here.
     """
-    query = torch.randn(BATCH, shape.num_heads, rows, shape.head_dim, dtype=torch.bfloat16, device="cuda")
+    query = torch.randn(BATCH, shape.num_heads, rows, shape.head_dim, dtype=torch.bfloat16, device=device)
     size = (BATCH, shape.num_kv_heads, context + rows, shape.head_dim)
-    keys, values = (torch.randn(size, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
+    keys, values = (torch.randn(size, dtype=torch.bfloat16, device=device) for _ in range(2))
+    with sdpa_kernel(backend):
         return seconds(lambda: F.scaled_dot_product_attention(query, keys, values, enable_gqa=True))
+
+
+def paged_s(page_size: int, seconds: Seconds, shape: WideShape, context: int, rows: int, device: str) -> float:
+    """Return the seconds of torch's attention over pages, which is FlashAttention 2 unless another is activated.
+
+    Raises:
+        ImportError, TypeError: this torch is older than its attention over pages.
+        RuntimeError: it does not take these pages.
+    """
+    from torch.nn.attention.varlen import varlen_attn  # not in every torch that a card's machine has
+
+    num_keys = context + rows
+    pages_each = -(-num_keys // page_size)
+    table = torch.randperm(BATCH * pages_each).to(device, torch.int32).view(BATCH, pages_each)
+    pool = (BATCH * pages_each, page_size, shape.num_kv_heads, shape.head_dim)
+    keys, values = (torch.randn(pool, dtype=torch.bfloat16, device=device) for _ in range(2))
+    query = torch.randn(BATCH * rows, shape.num_heads, shape.head_dim, dtype=torch.bfloat16, device=device)
+    starts = torch.arange(BATCH + 1, dtype=torch.int32, device=device)
+    lengths = torch.full((BATCH,), num_keys, dtype=torch.int32, device=device)
+    return seconds(
+        lambda: varlen_attn(
+            query,
+            keys,
+            values,
+            rows * starts,
+            num_keys * starts,
+            rows,
+            num_keys,
+            window_size=(-1, 0),  # the last row reads all keys, the row before it one fewer
+            enable_gqa=True,
+            seqused_k=lengths,
+            block_table=table,
+        )
+    )
+
+
+YARDSTICKS: dict[str, Callable[[Seconds, WideShape, int, int, str], float]] = {
+    "torch, contiguous, cuDNN": partial(contiguous_s, SDPBackend.CUDNN_ATTENTION),
+    "torch, contiguous, flash": partial(contiguous_s, SDPBackend.FLASH_ATTENTION),
+    "torch, contiguous, efficient": partial(contiguous_s, SDPBackend.EFFICIENT_ATTENTION),
+    "torch, contiguous, math": partial(contiguous_s, SDPBackend.MATH),
+    "torch, pages of 16": partial(paged_s, _BLOCK_SIZE),
+    "torch, pages of 256": partial(paged_s, 256),
+}
+
+
+def yardstick(name: str, seconds: Seconds, shape: WideShape, context: int, rows: int, device: str) -> dict[str, object]:
+    """Return the line of one of torch's attentions: its microseconds, or why it is refused here."""
+    line: dict[str, object] = {"context": context, "rows": rows, "kernel": name}
+    with warnings.catch_warnings(record=True) as reasons:
+        warnings.simplefilter("always")
+        try:
+            us = 1e6 * YARDSTICKS[name](seconds, shape, context, rows, device)
+        except Exception as error:  # each line stands alone, and a refusal is a result
+            reason = str(reasons[-1].message) if reasons else str(error)
+            return {**line, "refused": f"{type(error).__name__}: {reason}".splitlines()[0][:160]}
+    return {**line, "us": round(us, 1)}

@@ -107,17 +107,17 @@ def _device_us_of(look: Look, call: Callable[[], object]) -> dict[str, int] | st
 
 
 def look_at_attention(look: Look) -> None:
-    """Time one launch over the larger model's heads for each tiling, next to torch's attention on contiguous keys."""
+    """Time one launch over the larger model's heads for each tiling, next to torch's attentions."""
     if not look.has_gpu:
         look.add("attention", result=f"{NOT_MEASURED}: the kernel's tiling is the GPU's")
         return
     # Not at the top: it needs Triton, which a machine without a GPU may lack.
-    from bench.gpu.attention_sweep import TILINGS, sweep, torch_attention_s
+    from bench.gpu.attention_sweep import TILINGS, YARDSTICKS, sweep, yardstick
 
     for context in (1024, 8192):
         for rows, tilings in TILINGS.items():
-            torch_us = round(1e6 * torch_attention_s(look.device_seconds, LLAMA_3_8B, context, rows), 1)
-            look.add("attention", context=context, rows=rows, torch_us=torch_us)
+            for name in YARDSTICKS:
+                look.add("attention", **yardstick(name, look.device_seconds, LLAMA_3_8B, context, rows, "cuda"))
             for tiling in tilings:
                 _time_tiling(
                     look, context, rows, partial(sweep, look.device_seconds, LLAMA_3_8B, context, rows, tiling)

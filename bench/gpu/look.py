@@ -11,7 +11,7 @@
     drafts         chains of drafts by recorded steps, and by steps that the host plans one by one
     products       every matrix product of a layer at 1 to 640 rows, with bandwidth and product rate, in bfloat16 and in
                    few bits, these also in other tiles
-    attention      the attention kernel over six tilings, next to torch's own
+    attention      the attention kernel over its tilings, next to each of torch's own
     deterministic  the same texts by a deterministic model, where not one token may differ
 
 One engine, with Llama-3's 1 B shape and the demo target's logits (`bench.wide_fixture`), serves all parts but `drafts`
