@@ -89,24 +89,26 @@ VECTOR_CODE static void load_queries(struct job_state *w) {
     }
     if (w->has_few || w->is_int8) return;
 #endif
-    /* Whole tiles: load 64 bytes of each lane's query, then transpose, so that lanes are adjacent. */
+    /* Whole tiles: load 64 bytes of each lane's query, then transpose, so that lanes are adjacent. The prefetches read
+       each query in order, and hardware does not predict addresses that change with each load. */
     const int64_t item = IS_BF16(a) ? 2 : 4, bytes = a->key_dim * item, width = round_up(a->key_dim, 32) * item;
-    for (int64_t tile = 0; tile < w->num_tiles; tile++)
+    for (int64_t tile = 0; tile < w->num_tiles; tile++) {
+        const char *queries[LANES];
+        const int64_t num_lanes = min(LANES, w->job->num_lanes - tile * LANES);
+        for (int64_t i = 0; i < num_lanes; i++) {
+            queries[i] = query_of(w, tile * LANES + i);
+            for (int64_t at = 0; at < bytes; at += 64) _mm_prefetch(queries[i] + at, _MM_HINT_T0);
+        }
         for (int64_t at = 0; at < width; at += 64) {
             ints rows[16];
             const byte_mask kept = lanes_first_bytes(bytes - at);
-            for (int64_t i = 0; i < LANES; i++) {
-                const int64_t lane = tile * LANES + i;
-                if (lane >= w->job->num_lanes) {
-                    rows[i] = lanes_as_ints(lanes_zero());
-                    continue;
-                }
-                rows[i] = lanes_load_bytes(kept, query_of(w, lane) + at);
-            }
+            for (int64_t i = 0; i < LANES; i++)
+                rows[i] = i < num_lanes ? lanes_load_bytes(kept, queries[i] + at) : lanes_as_ints(lanes_zero());
             transpose(rows);
             char *to = w->queries + (tile * width + at) * LANES;
             for (int64_t i = 0; i < 16; i++) lanes_store_aligned_ints(to + i * 64, rows[i]);
         }
+    }
 }
 
 /* Sets the visible keys of the lanes of one token, or of all tokens if `token` is -1. */
