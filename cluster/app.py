@@ -44,7 +44,7 @@ from engine.config import EngineConfig
 from protos.errors import ConfigError
 from router.config import RouterConfig
 from router.ingress import Ingress
-from router.routing.index_client import IndexClient, open_prefill_index
+from router.routing.index import IndexClient, open_prefill_index
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from engine.config import GIB, MAX_LOG_BYTES, CacheConfig, KVDtype, ModelDtype, 
 from engine.model.checkpoint.node_memory import available_bytes
 from protos.errors import ConfigError
 from router.api_keys import ApiKeys
-from router.generation.receipts import ReceiptKey
+from router.generation.receipts import read_private_key
 from router.tokenizer.chat_template import ChatTemplate
 
 _NO_WORD = re.compile(r"""[\s"'\\#$]""")
@@ -73,7 +73,7 @@ def check_files(config: DeployConfig, report: Callable[[str], None]) -> DeployCo
         report(f"note: {note}")
     ApiKeys(config.ingress.api_keys_file)
     if config.ingress.receipt_key_file is not None:
-        ReceiptKey(config.ingress.receipt_key_file)
+        read_private_key(config.ingress.receipt_key_file)
     check_certificates(config.ingress)
     if (template := config.ingress.chat_template_text) is not None:
         ChatTemplate(template, {})

@@ -34,13 +34,6 @@ class FinishReason(StrEnum):
     NON_FINITE = "non_finite"
 
 
-class SpeculationMode(StrEnum):
-    """The exactness of speculation: exact, or with reasoning steps that the target scores as good enough."""
-
-    EXACT = "exact"
-    APPROXIMATE = "approximate"
-
-
 class VerifyMode(StrEnum):
     """The verification of drafts; every mode keeps the target's distribution (see `engine.verifier`)."""
 

@@ -21,7 +21,7 @@ _HEARTBEAT_S = 1.0
 
 
 class ReportSink(Protocol):
-    """The destination of reports: `router.routing.index_client.IndexClient`, or a fake."""
+    """The destination of reports: `router.routing.index.IndexClient`, or a fake."""
 
     async def report(self, report: WorkerReport) -> bool:
         """Send a report.

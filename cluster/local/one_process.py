@@ -24,9 +24,8 @@ from protos.errors import ConfigError
 from router.api_keys import ApiKeys
 from router.client_limits import MAX_GRPC_CONNECTIONS
 from router.generation.generation_service import GenerationService
-from router.grpc_api.api import GrpcApi
+from router.grpc_api.api import GrpcApi, connection_limits, start_grpc_server
 from router.grpc_api.reading_gate import ReadingGate
-from router.grpc_api.server import connection_limits, start_grpc_server
 from router.ingress import GRPC_SERVICER_FUNCTIONS
 from router.openai.api import build_app
 from router.openai.request_head import add_request_id

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
+from protos.errors import UnavailableError
 from protos.messages import GenerateRequest, TokenChunk
 from protos.served_model import DraftOrder, DraftReport, ModelCard
 
@@ -46,6 +47,15 @@ class SharedAnswer(Generic[Answer]):
                 now_s = time.monotonic()
                 # Answering takes a fifth of the time at most.
                 self._rest_until_s = now_s + min(4 * (now_s - began_s), 1.0)
+
+
+async def answered(answer: Awaitable[Answer], timeout_s: float = 10.0) -> Answer:
+    """Return an answer of the pairs. Raises UnavailableError if it does not come in time."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await answer
+    except TimeoutError:
+        raise UnavailableError(f"The pairs have not answered within {timeout_s:.0f} s.") from None
 
 
 class Backend(Protocol):

@@ -1,4 +1,4 @@
-"""Ray Serve as an ingress sees it: the pairs behind a handle, and the state and metrics of the application.
+"""Ray Serve as an ingress sees it: the pairs by their handle, and the state and metrics of the application.
 
 Serve lets a call wait for a replica even if none will ever start. It also lets a replica that is being replaced serve
 its open connections until they close. Each replica's metrics have a time-out: a hanging replica hides only itself.

@@ -11,15 +11,15 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from protos.errors import ContextLengthError, ModelNotFoundError, RequestError, ServingError, UnavailableError
+from protos.errors import ContextLengthError, ModelNotFoundError, RequestError, ServingError
 from protos.messages import Grammar
 from protos.served_model import ModelCard, with_tokenizer
 from router.api_keys import current_client
-from router.backend import Backend, OpenStream, SharedAnswer
+from router.backend import Backend, OpenStream, SharedAnswer, answered
 from router.backend.migration import MigratingStreams
 from router.config import IngressConfig
 from router.generation.generation import Generation
-from router.generation.receipts import OpenReceipt, ReceiptKey, digests_of, key_for
+from router.generation.receipts import OpenReceipt, digests_of, key_for, read_private_key
 from router.generation.tool_formats import PROMPTED, find_format
 from router.metrics.ingress_metrics import IngressMetrics
 from router.metrics.tracing import traced, tracer_from_environment
@@ -42,9 +42,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CARD_TIMEOUT_S = 10.0
-_METRICS_TIMEOUT_S = 5.0
-
 
 class GenerationService:
     """Turns validated bodies into running generations, for both frontends."""
@@ -61,7 +58,7 @@ class GenerationService:
         self.config = config
         self.files = files
         self.metrics = metrics
-        self._receipt_key = None if config.receipt_key_file is None else ReceiptKey(config.receipt_key_file)
+        self._receipt_key = None if config.receipt_key_file is None else read_private_key(config.receipt_key_file)
         metrics.wanted_pairs.set(config.min_pairs)
         self.tracer = tracer_from_environment() if tracer is None else tracer
         # Streams, from inside out: the backend, migration, tracing.
@@ -125,28 +122,20 @@ class GenerationService:
 
     async def _read_card(self) -> ModelCard:
         """Return the model card, read now. Raises `UnavailableError` if no pair answers in time."""
-        try:
-            async with asyncio.timeout(_CARD_TIMEOUT_S):
-                card = await self.backend.describe()
-        except TimeoutError:
-            raise UnavailableError(f"No pair has answered within {_CARD_TIMEOUT_S} s.") from None
+        card = await answered(self.backend.describe())
         self._card_read_s = time.monotonic()
         return card
 
     async def replica_metrics(self) -> Sequence[str]:
         """Return the metrics of every pair replica. Raises `UnavailableError` if they do not answer in time."""
-        try:
-            async with asyncio.timeout(_METRICS_TIMEOUT_S):
-                return await self.backend.metrics_texts()
-        except TimeoutError:
-            raise UnavailableError(f"The pairs have not sent their metrics within {_METRICS_TIMEOUT_S} s.") from None
+        return await answered(self.backend.metrics_texts(), 5.0)
 
     async def frontend_metrics(self) -> str | Mapping[str, str]:
         """Return the metrics of every ingress replica by its name; this one's alone where the others do not answer."""
         if self.peers is None:
             return self.metrics.text()
         try:
-            async with asyncio.timeout(_METRICS_TIMEOUT_S):
+            async with asyncio.timeout(5.0):
                 return await self.peers()
         except Exception as error:  # any of Ray's; a scrape without the others is better than none
             logger.warning("the other ingress replicas' metrics are missing: %r", error)

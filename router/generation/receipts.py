@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.serialization import (
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from protos.errors import ConfigError, RequestError
-from protos.messages import GenerateRequest, SpeculationMode, VerifyMode
+from protos.messages import GenerateRequest, VerifyMode
 from protos.served_model import FingerprintPart, ModelCard, read_fingerprint, with_tokenizer
 from router.api_keys import current_client
 from router.requests.generation_fields import GenerationFields
@@ -122,37 +122,35 @@ def _ids_bytes(token_ids: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(token_ids)}I", *token_ids)
 
 
-class ReceiptKey:
-    """The operator's private key, from a PEM file without a password.
+def read_private_key(path: str) -> Ed25519PrivateKey:
+    """Return the operator's private key, from a PEM file without a password.
 
     Raises:
         ConfigError: the file cannot be read, or holds no such key.
     """
+    name = f"{KEY_OPTION} {path!r}"
+    try:
+        key = load_pem_private_key(Path(os.path.expanduser(path)).read_bytes(), password=None)
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be read: {error}") from None
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{name} holds no private key: {error}; {_REMEDY}") from None
+    if not isinstance(key, Ed25519PrivateKey):
+        raise ConfigError(f"{name} holds a key of another kind than Ed25519; {_REMEDY}")
+    return key
 
-    def __init__(self, path: str) -> None:
-        name = f"{KEY_OPTION} {path!r}"
-        try:
-            key = load_pem_private_key(Path(os.path.expanduser(path)).read_bytes(), password=None)
-        except OSError as error:
-            raise ConfigError(f"{name} cannot be read: {error}") from None
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"{name} holds no private key: {error}; {_REMEDY}") from None
-        if not isinstance(key, Ed25519PrivateKey):
-            raise ConfigError(f"{name} holds a key of another kind than Ed25519; {_REMEDY}")
-        self._key = key
-        self._public = _written(key.public_key())
 
-    def sign(self, receipt: Receipt) -> Receipt:
-        """Return the receipt with key and signature."""
-        named = receipt.model_copy(update={"public_key": self._public})
-        signature = base64.b64encode(self._key.sign(named.signed_bytes())).decode()
-        return named.model_copy(update={"signature": signature})
+def sign(receipt: Receipt, key: Ed25519PrivateKey) -> Receipt:
+    """Return the receipt with the public key and the signature."""
+    named = receipt.model_copy(update={"public_key": _written(key.public_key())})
+    signature = base64.b64encode(key.sign(named.signed_bytes())).decode()
+    return named.model_copy(update={"signature": signature})
 
 
 class OpenReceipt:
     """The receipt of an answer that is being computed; `digests` are of all but prompts and tokens."""
 
-    def __init__(self, key: ReceiptKey, digests: Mapping[str, Any], requests: Sequence[GenerateRequest]) -> None:
+    def __init__(self, key: Ed25519PrivateKey, digests: Mapping[str, Any], requests: Sequence[GenerateRequest]) -> None:
         self._key = key
         self._digests = digests
         self._requests = requests
@@ -165,7 +163,7 @@ class OpenReceipt:
         self._counts[index] += len(token_ids)
 
     def signed(self, **names: Any) -> Receipt:
-        """Return the receipt with the answer's id, time and model; asked for after the last token."""
+        """Return the receipt with the answer's id, time and model; call it after the last token."""
         counted = enumerate(zip(self._requests, self._hashes, self._counts, strict=True))
         choices = [
             ReceiptChoice(
@@ -178,10 +176,10 @@ class OpenReceipt:
             for index, (request, tokens, count) in counted
         ]
         seed = self._requests[0].sampling.seed
-        return self._key.sign(Receipt(version=1, **names, **self._digests, seed=seed, choices=choices))
+        return sign(Receipt(version=1, **names, **self._digests, seed=seed, choices=choices), self._key)
 
 
-def key_for(fields: GenerationFields, card: ModelCard, key: ReceiptKey | None) -> ReceiptKey | None:
+def key_for(fields: GenerationFields, card: ModelCard, key: Ed25519PrivateKey | None) -> Ed25519PrivateKey | None:
     """Return the key to sign with; None where neither the request nor its API key asks for a receipt.
 
     Raises:
@@ -195,7 +193,7 @@ def key_for(fields: GenerationFields, card: ModelCard, key: ReceiptKey | None) -
         )
     wishes = fields.speculation
     verify = (wishes and wishes.verify) or card.verify
-    mode = "approximate" if wishes and wishes.mode is SpeculationMode.APPROXIMATE else verify
+    mode = "approximate" if wishes and wishes.mode == "approximate" else verify
     if mode != VerifyMode.COUPLED:
         raise RequestError(
             f"receipt is of an output that can be computed again, and speculation is {str(mode)!r} here; leave receipt "

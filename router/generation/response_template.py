@@ -15,8 +15,8 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 
 from protos.errors import ConfigError
 from protos.messages import FinishReason
+from router.generation.choice_text import Trimmed
 from router.generation.delta import Delta, Gain, ToolCallDelta, split_delta
-from router.generation.thoughts import Trimmed
 
 _CALLS, _TEXT = "tool_calls", "content"  # names of regions; of a thought there are several
 

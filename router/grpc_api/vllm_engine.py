@@ -31,7 +31,7 @@ from router.api_keys import ApiKeys
 from router.generation.delta import Delta, join_deltas
 from router.generation.generation import Generation
 from router.generation.generation_service import GenerationService
-from router.grpc_api.api import GrpcCalls, charged, validated
+from router.grpc_api.api import charged, counted, validated
 from router.grpc_api.callers import CallContext, authenticate
 from router.requests.completion_request import CompletionRequest
 
@@ -50,11 +50,12 @@ _OPTIONAL = ("temperature", "logprobs", "prompt_logprobs", "seed", "truncate_pro
 _UNREAD = ("mm_inputs", "media_refs", "kv_transfer_params", "kv_transfer_params_json")
 
 
-class VllmEngineApi(GrpcCalls):
+class VllmEngineApi:
     """The calls, named as in the stubs, with the context argument named as Serve passes it."""
 
     def __init__(self, service: GenerationService, api_keys: ApiKeys) -> None:
-        super().__init__(service, api_keys)
+        self._service = service
+        self._api_keys = api_keys
         self._started_s = time.monotonic()
         # Each tenant's calls by the router's ids, possibly several per id; setting the event ends the call.
         self._running: defaultdict[tuple[str, str], set[asyncio.Event]] = defaultdict(set)
@@ -73,7 +74,7 @@ class VllmEngineApi(GrpcCalls):
 
     async def Generate(self, request: Any, grpc_context: CallContext) -> AsyncGenerator[Any, None]:
         """Yield tokens as they arrive if `stream` is set, else each choice when it is complete."""
-        async with self._call("VllmEngine.Generate", grpc_context):
+        async with counted(self._service, "VllmEngine.Generate", grpc_context):
             client = authenticate(self._api_keys, grpc_context)
             call, is_over = (client.tenant, request.request_id), asyncio.Event()
             self._running[call].add(is_over)
@@ -96,7 +97,7 @@ class VllmEngineApi(GrpcCalls):
 
     async def Abort(self, request: Any, grpc_context: CallContext) -> Any:
         """End the tenant's calls with these ids; unknown ids are ignored."""
-        async with self._call("VllmEngine.Abort", grpc_context):
+        async with counted(self._service, "VllmEngine.Abort", grpc_context):
             tenant = authenticate(self._api_keys, grpc_context).tenant
             for request_id in filter(None, request.request_ids):
                 for is_over in self._running.get((tenant, request_id), ()):
@@ -105,7 +106,7 @@ class VllmEngineApi(GrpcCalls):
 
     async def HealthCheck(self, request: Any, grpc_context: CallContext) -> Any:
         """Report that the pair answers, or why it does not."""
-        async with self._call("VllmEngine.HealthCheck", grpc_context):
+        async with counted(self._service, "VllmEngine.HealthCheck", grpc_context):
             authenticate(self._api_keys, grpc_context)
             try:
                 await self._service.fresh_card()
@@ -115,7 +116,7 @@ class VllmEngineApi(GrpcCalls):
 
     async def GetModelInfo(self, request: Any, grpc_context: CallContext) -> Any:
         """Describe the model; only an admin sees the server's folder."""
-        async with self._call("VllmEngine.GetModelInfo", grpc_context):
+        async with counted(self._service, "VllmEngine.GetModelInfo", grpc_context):
             client = authenticate(self._api_keys, grpc_context)
             card, config = await self._service.card(), self._service.config
             shape = _json(Path(config.model_path) / "config.json")
@@ -141,7 +142,7 @@ class VllmEngineApi(GrpcCalls):
 
     async def GetServerInfo(self, request: Any, grpc_context: CallContext) -> Any:
         """Describe the server; a grammar applies from the first token on, since no thought precedes it."""
-        async with self._call("VllmEngine.GetServerInfo", grpc_context):
+        async with counted(self._service, "VllmEngine.GetServerInfo", grpc_context):
             authenticate(self._api_keys, grpc_context)
             card = await self._service.card()
             return pb2.GetServerInfoResponse(
@@ -155,7 +156,7 @@ class VllmEngineApi(GrpcCalls):
 
     async def GetLoads(self, request: Any, grpc_context: CallContext) -> Any:
         """Return the number of calls that this service runs, including waiting ones."""
-        async with self._call("VllmEngine.GetLoads", grpc_context):
+        async with counted(self._service, "VllmEngine.GetLoads", grpc_context):
             authenticate(self._api_keys, grpc_context)
             num_calls = self._num_calls
             load = pb2.SchedulerLoad(num_running_reqs=num_calls, num_total_reqs=num_calls)
@@ -163,7 +164,7 @@ class VllmEngineApi(GrpcCalls):
 
     async def GetTokenizer(self, request: Any, grpc_context: CallContext) -> AsyncGenerator[Any, None]:
         """Yield a zip archive of the tokenizer's files; the last piece has its digest."""
-        async with self._call("VllmEngine.GetTokenizer", grpc_context):
+        async with counted(self._service, "VllmEngine.GetTokenizer", grpc_context):
             authenticate(self._api_keys, grpc_context)
             archive = await asyncio.to_thread(_archive, Path(self._service.config.model_path))
             pieces = [archive[start : start + (1 << 20)] for start in range(0, len(archive), 1 << 20)]
@@ -188,7 +189,7 @@ class VllmEngineApi(GrpcCalls):
         await self._refuse("SubscribeKvEvents", grpc_context, "KV events are published over ZMQ; set pair.kv_events.")
 
     async def _refuse(self, name: str, context: CallContext, message: str) -> None:
-        async with self._call(f"VllmEngine.{name}", context):
+        async with counted(self._service, f"VllmEngine.{name}", context):
             error = RequestError(message)
             error.grpc_code = "UNIMPLEMENTED"
             raise error

@@ -40,27 +40,7 @@ class IngressMetrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._first_token = self._histogram(
-            "time_to_first_token_seconds",
-            "From the start of a sequence to its first tokens, as sent to the client.",
-            _TTFT_BUCKETS_S,
-        )
-        self._inter_token = self._histogram(
-            "inter_token_latency_seconds",
-            "Time per token after the first; tokens that arrive together share the wait.",
-            _INTER_TOKEN_BUCKETS_S,
-        )
-        self._e2e = self._histogram(
-            "e2e_request_latency_seconds", "From the start of a sequence to its end.", _E2E_BUCKETS_S
-        )
-        self._decode = self._histogram(
-            "request_decode_time_seconds", "From the first tokens of a sequence to its last.", _E2E_BUCKETS_S
-        )
-        self._token_time = self._histogram(
-            "request_time_per_output_token_seconds",
-            "Time per token after the first, averaged per sequence.",
-            _INTER_TOKEN_BUCKETS_S,
-        )
+        self._add_times()
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of sequences.")
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self._request_tokens = {
@@ -88,15 +68,36 @@ class IngressMetrics:
         )
         self.router = RouterMetrics(self._registry)
         self._tenants: dict[str, str] = {}  # labels of the tenants with series of their own
-        traffic = ("tenant", "route")
-        self._passes = self._counter(
-            "spec_decode_traffic_passes", "Verification passes of ended sequences, by tenant and route.", *traffic
+        self._traffic = [
+            self._counter(f"spec_decode_traffic_{name}", text, "tenant", "route")
+            for name, text in (
+                ("passes", "Verification passes of ended sequences, by tenant and route."),
+                ("draft_tokens", "Draft tokens verified in these passes."),
+                ("accepted_tokens", "Draft tokens accepted in these passes."),
+            )
+        ]
+
+    def _add_times(self) -> None:
+        self._first_token = self._histogram(
+            "time_to_first_token_seconds",
+            "From the start of a sequence to its first tokens, as sent to the client.",
+            _TTFT_BUCKETS_S,
         )
-        self._drafted = self._counter(
-            "spec_decode_traffic_draft_tokens", "Draft tokens verified in these passes.", *traffic
+        self._inter_token = self._histogram(
+            "inter_token_latency_seconds",
+            "Time per token after the first; tokens that arrive together share the wait.",
+            _INTER_TOKEN_BUCKETS_S,
         )
-        self._accepted = self._counter(
-            "spec_decode_traffic_accepted_tokens", "Draft tokens accepted in these passes.", *traffic
+        self._e2e = self._histogram(
+            "e2e_request_latency_seconds", "From the start of a sequence to its end.", _E2E_BUCKETS_S
+        )
+        self._decode = self._histogram(
+            "request_decode_time_seconds", "From the first tokens of a sequence to its last.", _E2E_BUCKETS_S
+        )
+        self._token_time = self._histogram(
+            "request_time_per_output_token_seconds",
+            "Time per token after the first, averaged per sequence.",
+            _INTER_TOKEN_BUCKETS_S,
         )
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -144,9 +145,9 @@ class IngressMetrics:
         if stats.num_passes == 0:
             return
         labels = (self._tenant_label(tenant), route)
-        self._passes.labels(*labels).inc(stats.num_passes)
-        self._drafted.labels(*labels).inc(stats.num_draft_tokens)
-        self._accepted.labels(*labels).inc(stats.num_accepted_tokens)
+        counts = (stats.num_passes, stats.num_draft_tokens, stats.num_accepted_tokens)
+        for counter, count in zip(self._traffic, counts, strict=True):
+            counter.labels(*labels).inc(count)
 
     def _tenant_label(self, tenant: str) -> str:
         """Return a tenant's own name for the first tenants, and one shared label for later ones."""

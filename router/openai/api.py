@@ -7,16 +7,14 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
-from pydantic import BaseModel
 from pydantic_core import to_json
 
 from protos.client_text import guard_logs
 from protos.errors import AuthenticationError, OverloadedError, RequestError, ServingError
-from protos.served_model import SwapDraft, TryDraft
 from router.api_keys import ApiKeys, Client
 from router.backend import SharedAnswer
 from router.generation.generation import Generation
@@ -25,15 +23,7 @@ from router.metrics.exposition import ANSWERS_HEADER, CONTENT_TYPE, merge_metric
 from router.metrics.ingress_metrics import count_requests
 from router.metrics.tracing import trace_requests
 from router.openai.chat_writer import ChatWriter, CompletionWriter
-from router.openai.draft_admin import (
-    DraftAdmin,
-    KilledDrafts,
-    NoFields,
-    SwapDrafts,
-    TryDrafts,
-    drafts_answer,
-    running_draft,
-)
+from router.openai.draft_admin import DraftAdmin, running_draft
 from router.openai.errors import add_error_handlers
 from router.openai.http_body import BodyReader, ignore_fields
 from router.openai.messages_request import MessagesRequest, MessagesWriter
@@ -46,10 +36,10 @@ from router.openai.openapi import (
     openapi_document,
 )
 from router.openai.request_head import (
-    CheckHost,
     add_cors,
     around,
     begin_in_turn,
+    check_host,
     close_unread,
     name_ignored_fields,
     names_of_server,
@@ -65,8 +55,6 @@ from router.requests.completion_request import CompletionRequest, DetokenizeRequ
 
 logger = logging.getLogger(__name__)
 
-Schema = TypeVar("Schema", bound=BaseModel)
-
 # For the page, for probes and scrapers, which have no key.
 _OPEN_PATHS = frozenset({"/", "/docs", "/health", "/ready", "/live", "/metrics"})
 
@@ -80,7 +68,7 @@ class OpenAIApi:
         self._tokenizer = service.files.tokenizer
         self._is_strict = service.config.strict_fields
         self._bodies = BodyReader(service.config.limits, service.metrics, service.body_work, is_strict=self._is_strict)
-        self._drafts = DraftAdmin(service.backend, service.forget_card)
+        self.drafts = DraftAdmin(service.backend, self._bodies, service.forget_card)
         self._is_metrics_private = is_metrics_private
         self._metrics_texts = {
             is_private: SharedAnswer(partial(self._read_metrics, is_private=is_private)) for is_private in (False, True)
@@ -97,26 +85,26 @@ class OpenAIApi:
 
     async def completions(self, request: Request) -> Response:
         """Continue each prompt."""
-        body = await self._body(request, CompletionRequest)
+        body = await self._bodies.read(request, CompletionRequest)
         generation = await self._service.complete(body)
         return await self._answer(request, generation, CompletionWriter(generation, self._tokenizer))
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer a chat."""
-        body = await self._body(request, ChatCompletionRequest)
+        body = await self._bodies.read(request, ChatCompletionRequest)
         ignore_fields(request, [f"messages.{rank}" for rank in unread_parts(body.messages)])
         generation = await self._service.chat(body)
         return await self._answer(request, generation, ChatWriter(generation, self._tokenizer))
 
     async def responses(self, request: Request) -> Response:
         """Answer a turn of OpenAI's Responses API, which keeps nothing here."""
-        body = await self._body(request, ResponsesRequest)
+        body = await self._bodies.read(request, ResponsesRequest)
         generation = await self._service.chat(await self._chat_body(request, body))
         return await self._answer(request, generation, ResponsesWriter(generation, self._tokenizer, body))
 
     async def messages(self, request: Request) -> Response:
         """Answer a turn of Anthropic's Messages API."""
-        body = await self._body(request, MessagesRequest)
+        body = await self._bodies.read(request, MessagesRequest)
         if body.max_tokens is None:
             raise RequestError("Missing required parameter: max_tokens.", param="max_tokens")
         generation = await self._service.chat(await self._chat_body(request, body))
@@ -124,7 +112,7 @@ class OpenAIApi:
 
     async def count_tokens(self, request: Request) -> Response:
         """Answer with the number of tokens that a message's prompt has."""
-        body = await self._body(request, MessagesRequest)
+        body = await self._bodies.read(request, MessagesRequest)
         chat = await self._chat_body(request, body)
         num_tokens = await self._service.count_tokens(chat)
         return JSONResponse(InputTokens(input_tokens=num_tokens))
@@ -179,7 +167,7 @@ class OpenAIApi:
 
     async def tokenize(self, request: Request) -> Response:
         """Answer with the token ids of a text or of a chat, as generation would see them."""
-        body = await self._body(request, TokenizeRequest)
+        body = await self._bodies.read(request, TokenizeRequest)
         ignore_fields(request, [f"messages.{rank}" for rank in unread_parts(body.messages or [])])
         tokens = await self._service.tokenize(body)
         card = await self._service.card()
@@ -194,11 +182,8 @@ class OpenAIApi:
 
     async def detokenize(self, request: Request) -> Response:
         """Answer with the text of token ids."""
-        body = await self._body(request, DetokenizeRequest)
+        body = await self._bodies.read(request, DetokenizeRequest)
         return JSONResponse(DetokenizeAnswer(prompt=await self._service.detokenize(body)))
-
-    async def _body(self, request: Request, schema: type[Schema]) -> Schema:
-        return await self._bodies.read(request, schema)
 
     async def live(self) -> Response:
         """Answer 200 while this process answers, whatever the pairs do."""
@@ -214,30 +199,6 @@ class OpenAIApi:
             if card.draft is not None:
                 answer["draft"] = running_draft(card.draft)
         return JSONResponse(answer)
-
-    async def kill_drafts(self, request: Request) -> Response:
-        """Kill the drafts, to see that the text goes on; for admins, and in JSON, which other sites cannot send."""
-        await self._body(request, NoFields)
-        return JSONResponse(KilledDrafts(num_drafts=await self._drafts.kill()))
-
-    async def drafts(self) -> Response:
-        """List the draft of every pair; for admins."""
-        return JSONResponse(drafts_answer(await self._drafts.show()))
-
-    async def swap_drafts(self, request: Request) -> Response:
-        """Have every pair run another draft; for admins."""
-        body = await self._bodies.read(request, SwapDrafts, is_strict=True)
-        return JSONResponse(drafts_answer(await self._drafts.swap(SwapDraft(**body.model_dump()))))
-
-    async def try_drafts(self, request: Request) -> Response:
-        """Have every pair try another draft against its own; for admins."""
-        body = await self._bodies.read(request, TryDrafts, is_strict=True)
-        return JSONResponse(drafts_answer(await self._drafts.canary(TryDraft(**body.model_dump()))))
-
-    async def stop_canaries(self, request: Request) -> Response:
-        """End all trials of drafts; for admins."""
-        await self._bodies.read(request, NoFields, is_strict=True)
-        return JSONResponse(drafts_answer(await self._drafts.stop_canary()))
 
     async def metrics(self, request: Request) -> Response:
         """Answer with the metrics of all ingress replicas, or of this one, and of the pairs if they answer.
@@ -290,7 +251,7 @@ def build_app(
     add_cors(app, service.config.cors_origins)
     if names := names_of_server(http_host, service.config.allowed_hosts):
         pattern = None if service.config.api_keys_file else origins_pattern(service.config.cors_origins)
-        app.add_middleware(CheckHost, names=names, origins=pattern)
+        app.add_middleware(around(check_host, names=names, origins=pattern))
     app.add_middleware(around(one_slash))
     app.add_middleware(around(close_unread))
     app.add_middleware(around(begin_in_turn, places=asyncio.Semaphore(8)))
@@ -309,16 +270,16 @@ def _add_routes(app: FastAPI, api: OpenAIApi) -> None:
         ("/v1/messages/count_tokens", api.count_tokens),
         ("/tokenize", api.tokenize),
         ("/detokenize", api.detokenize),
-        ("/admin/drafts/kill", api.kill_drafts),
-        ("/admin/drafts/swap", api.swap_drafts),
-        ("/admin/drafts/canary", api.try_drafts),
-        ("/admin/drafts/canary/stop", api.stop_canaries),
+        ("/admin/drafts/kill", api.drafts.kill),
+        ("/admin/drafts/swap", api.drafts.swap),
+        ("/admin/drafts/canary", api.drafts.canary),
+        ("/admin/drafts/canary/stop", api.drafts.stop_canary),
     ):
         app.add_api_route(path, post, methods=["POST"], response_model=None)
     for path, get in (
         ("/v1/models", api.models),
         ("/v1/models/{model_id:path}", api.model),
-        ("/admin/drafts", api.drafts),
+        ("/admin/drafts", api.drafts.show),
         ("/live", api.live),
         ("/ready", api.health),
         ("/health", api.health),

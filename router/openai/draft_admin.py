@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import PurePath
-from typing import Annotated, Literal, NotRequired, TypeVar
+from typing import Annotated, Literal, NotRequired
 
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
 from pydantic import Field, StringConstraints
 from typing_extensions import TypedDict
 
-from protos.errors import RequestError, UnavailableError
+from protos.errors import RequestError
 from protos.served_model import (
     ANSWER_S,
     CHECK_TIMEOUT_S,
@@ -27,12 +28,11 @@ from protos.served_model import (
     TryDraft,
 )
 from router.api_keys import current_client
-from router.backend import Backend
+from router.backend import Backend, answered
+from router.openai.http_body import BodyReader
 from router.requests.body import Body
 
 logger = logging.getLogger(__name__)
-
-Answer = TypeVar("Answer")
 
 _CHECK_S = CHECK_TIMEOUT_S + ANSWER_S
 _RETURN_S = RETURN_S + ANSWER_S
@@ -112,85 +112,72 @@ class KilledDrafts(TypedDict):
 
 
 class DraftAdmin:
-    """Sends an admin's orders to every pair, and calls `on_change` when the drafts may have changed."""
+    """The endpoints below `/admin/drafts`: an admin's orders to every pair.
 
-    def __init__(self, backend: Backend, on_change: Callable[[], None]) -> None:
+    Args:
+        backend: the pairs.
+        bodies: reads the orders' bodies, which are in JSON since pages of other sites cannot send it.
+        on_change: called when the drafts may have changed.
+
+    Raises:
+        PermissionDeniedError: the client is no admin.
+        RequestError: drafts have no process of their own, or a pair refuses the checkpoint.
+        ConflictError: another order is under way.
+    """
+
+    def __init__(self, backend: Backend, bodies: BodyReader, on_change: Callable[[], None]) -> None:
         self._backend = backend
+        self._bodies = bodies
         self._on_change = on_change
 
-    async def show(self) -> Sequence[DraftReport]:
-        """Return the draft of every pair.
+    async def show(self) -> Response:
+        """List the draft of every pair."""
+        return _listed(await self._order(ShowDraft()))
+
+    async def swap(self, request: Request) -> Response:
+        """Have every pair run another draft, once all have found it fit; list the drafts that run then.
 
         Raises:
-            PermissionDeniedError: the client is no admin.
-            RequestError: drafts have no process of their own.
-        """
-        current_client.get().require_admin()
-        return await self._order(ShowDraft())
-
-    async def swap(self, order: SwapDraft) -> Sequence[DraftReport]:
-        """Have every pair run another draft, once all have found it fit; return the drafts that run then.
-
-        Raises:
-            PermissionDeniedError: the client is no admin.
-            RequestError: drafts have no process of their own, or a pair refuses the checkpoint.
-            ConflictError: another order is under way.
             DeadlineExceededError: the new draft did not start in time on a pair, which restores its old one.
         """
-        current_client.get().require_admin()
+        body = await self._bodies.read(request, SwapDrafts, is_strict=True)
+        order = SwapDraft(**body.model_dump())
         await self._order(CheckDraft(order.path, order.method), _CHECK_S)
         logger.warning("an admin exchanges the drafts for %s", order.path)
         try:
-            return await self._order(order, order.wait_s + _RETURN_S)
+            return _listed(await self._order(order, order.wait_s + _RETURN_S))
         finally:
             self._on_change()
 
-    async def canary(self, order: TryDraft) -> Sequence[DraftReport]:
-        """Have every pair try a draft against its own, once all have found it fit; return as soon as they have begun.
-
-        Raises: as `swap`.
-        """
-        current_client.get().require_admin()
+    async def canary(self, request: Request) -> Response:
+        """Have every pair try a draft against its own, once all have found it fit; answer when they have begun."""
+        body = await self._bodies.read(request, TryDrafts, is_strict=True)
+        order = TryDraft(**body.model_dump())
         await self._order(CheckDraft(order.path, order.method), _CHECK_S)
         logger.warning("an admin tries the draft %s", order.path)
-        return await self._order(order)
+        return _listed(await self._order(order))
 
-    async def stop_canary(self) -> Sequence[DraftReport]:
-        """End the canaries of all pairs, which run their old drafts again.
-
-        Raises:
-            PermissionDeniedError: the client is no admin.
-            RequestError: no canary runs.
-        """
-        canaries = [report.canary for report in await self.show()]
+    async def stop_canary(self, request: Request) -> Response:
+        """End the canaries of all pairs, which run their old drafts again."""
+        await self._bodies.read(request, NoFields, is_strict=True)
+        canaries = [report.canary for report in await self._order(ShowDraft())]
         if not any(each is not None and each.outcome is CanaryOutcome.RUNNING for each in canaries):
             raise RequestError("No draft is tried on any pair; there is nothing to stop.")
-        return await self._order(StopCanary(), _RETURN_S)
+        return _listed(await self._order(StopCanary(), _RETURN_S))
 
-    async def kill(self) -> int:
-        """Kill the draft of every pair, as a fault would; return their number.
-
-        Raises:
-            PermissionDeniedError: the client is no admin.
-            RequestError: no draft has a process of its own.
-        """
+    async def kill(self, request: Request) -> Response:
+        """Kill the draft of every pair, as a fault would; the text goes on. Answer with the number of drafts."""
+        await self._bodies.read(request, NoFields)
         current_client.get().require_admin()
-        num_killed = await _answered(self._backend.kill_drafts())
+        num_killed = await answered(self._backend.kill_drafts())
         if not num_killed:
             raise RequestError("No draft has a process of its own here: there is nothing to kill.")
         logger.warning("an admin killed %d drafts", num_killed)
-        return num_killed
+        return JSONResponse(KilledDrafts(num_drafts=num_killed))
 
     async def _order(self, order: DraftOrder, timeout_s: float = 10.0) -> Sequence[DraftReport]:
-        return await _answered(self._backend.order_drafts(order), timeout_s)
-
-
-async def _answered(answer: Awaitable[Answer], timeout_s: float = 10.0) -> Answer:
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await answer
-    except TimeoutError:
-        raise UnavailableError(f"The pairs have not answered within {timeout_s:.0f} s.") from None
+        current_client.get().require_admin()
+        return await answered(self._backend.order_drafts(order), timeout_s)
 
 
 def running_draft(report: DraftReport) -> RunningDraft:
@@ -233,3 +220,7 @@ def drafts_answer(reports: Sequence[DraftReport]) -> DraftsAnswer:
             PairDraftAnswer(**running_draft(report), replica=report.replica, path=report.path) for report in reports
         ]
     )
+
+
+def _listed(reports: Sequence[DraftReport]) -> Response:
+    return JSONResponse(drafts_answer(reports))

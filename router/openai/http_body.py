@@ -180,7 +180,7 @@ def _parsed(raw: bytearray, request: Request, schema: type[Schema], *, is_strict
 
 
 def ignore_fields(request: Request, names: Sequence[str]) -> None:
-    """Note fields of the request that are read past."""
+    """Record names of ignored fields, for the answer's header."""
     if not names:
         return
     known = getattr(request.state, IGNORED_FIELDS, [])

@@ -1,4 +1,4 @@
-"""The body of `/v1/messages` and `/v1/messages/count_tokens`, and the chat that it is."""
+"""The body of `/v1/messages` and `/v1/messages/count_tokens`, its translation to a chat, and the answer."""
 
 from __future__ import annotations
 

@@ -123,51 +123,55 @@ def names_of_server(http_host: str | None, more: Sequence[str]) -> tuple[str, ..
     A server on loopback is meant for this machine. A web page can give a name of its own this machine's address (DNS
     rebinding), and would be let in by the browser then. `more` are configured, with a star for any part.
     """
-    return (*_LOOPBACK, *more) if http_host in _LOOPBACK else tuple(more)
+    names = (*_LOOPBACK, *more) if http_host in _LOOPBACK else more
+    return tuple(name.lower() for name in names)
 
 
-class CheckHost:
-    """ASGI middleware that answers requests to this server alone; without keys no foreign page changes anything.
+async def check_host(
+    app: ASGIApp,
+    scope: Scope,
+    receive: Receive,
+    send: Send,
+    names: Sequence[str],
+    origins: re.Pattern[str] | None,
+) -> None:
+    """Answer requests to this server alone; without keys no foreign page changes anything. ASGI middleware.
 
-    Args:
-        names: of this server.
-        origins: a pattern of the web pages that may call; None where each request needs a key.
+    `names` are this server's. `origins` is a pattern of the web pages that may call; None where each request needs a
+    key.
     """
+    error = _host_error(scope["method"], Headers(scope=scope), names, origins) if scope["type"] == "http" else None
+    await (app if error is None else error_response(error))(scope, receive, send)
 
-    def __init__(self, app: ASGIApp, names: Sequence[str], origins: re.Pattern[str] | None) -> None:
-        self._app = app
-        self._names = [name.lower() for name in names]
-        self._origins = origins
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = self._error(scope["method"], Headers(scope=scope)) if scope["type"] == "http" else None
-        await (self._app if error is None else error_response(error))(scope, receive, send)
-
-    def _error(self, method: str, headers: Headers) -> ServingError | None:
-        hosts = headers.getlist("host")  # HTTP/1.0 has none
-        host = ", ".join(hosts)
-        if host and not (len(hosts) == 1 and self._is_ours(host)):
-            return MisdirectedRequestError(
-                f"This server does not answer to the name {host[:200]!r}; it has {', '.join(self._names)}. Add the "
-                "name to ingress.allowed_hosts if it is one of yours."
-            )
-        origin = headers.get("origin")
-        if origin is None or self._origins is None or method in _SAFE_METHODS:
-            return None
-        if self._origins.fullmatch(origin) or self._is_ours(origin.partition("://")[2]):
-            return None
-        return PermissionDeniedError(
-            f"The web page {origin[:200]!r} may not call this server; add it to ingress.cors_origins if it may."
+def _host_error(
+    method: str, headers: Headers, names: Sequence[str], origins: re.Pattern[str] | None
+) -> ServingError | None:
+    hosts = headers.getlist("host")  # HTTP/1.0 has none
+    host = ", ".join(hosts)
+    if host and not (len(hosts) == 1 and _is_among(host, names)):
+        return MisdirectedRequestError(
+            f"This server does not answer to the name {host[:200]!r}; it has {', '.join(names)}. Add the name to "
+            "ingress.allowed_hosts if it is one of yours."
         )
+    origin = headers.get("origin")
+    if origin is None or origins is None or method in _SAFE_METHODS:
+        return None
+    if origins.fullmatch(origin) or _is_among(origin.partition("://")[2], names):
+        return None
+    return PermissionDeniedError(
+        f"The web page {origin[:200]!r} may not call this server; add it to ingress.cors_origins if it may."
+    )
 
-    def _is_ours(self, host: str) -> bool:
-        if not _HOST.fullmatch(host):
-            return False
-        try:
-            name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
-        except ValueError:
-            return False
-        return any(fnmatch(name, each) for each in self._names)
+
+def _is_among(host: str, names: Sequence[str]) -> bool:
+    if not _HOST.fullmatch(host):
+        return False
+    try:
+        name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
+    except ValueError:
+        return False
+    return any(fnmatch(name, each) for each in names)
 
 
 Result = TypeVar("Result")

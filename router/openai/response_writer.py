@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 Body = BaseModel | dict[str, Any]  # an answer or an event; a dictionary where no required package has its type
 OpenAIFinishReason = Literal["stop", "length", "tool_calls"]
-KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which every reader of events leaves out
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which readers of events skip
 KEEP_ALIVE_S = 15.0
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 

@@ -1,4 +1,4 @@
-"""The body of `/v1/responses`, and the chat that it is."""
+"""The body of `/v1/responses`, its translation to a chat, and the answer."""
 
 from __future__ import annotations
 

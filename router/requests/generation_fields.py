@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from protos.errors import RequestError
-from protos.messages import MAX_STEP_SCORE, SpeculationMethod, SpeculationMode, VerifyMode
+from protos.messages import MAX_STEP_SCORE, SpeculationMethod, VerifyMode
 from router.requests.body import Body
 from router.requests.structured_output import Constraints
 
@@ -83,7 +83,7 @@ class SpeculationFields(Body):
     num_tokens: Annotated[int, Field(ge=0, le=_INT32)] | None = None
     verify: Annotated[VerifyMode, Field(strict=False)] | None = None
     method: str | None = None  # checked against the methods that the deployment offers
-    mode: Annotated[SpeculationMode, Field(strict=False)] | None = None  # exact by default
+    mode: Literal["exact", "approximate"] | None = None  # exact by default
     threshold: Annotated[float, Field(ge=0, le=MAX_STEP_SCORE)] | None = None  # of approximate steps
     explain: bool | None = None  # the answer's metrics count the passes that went without drafts, by reason
 

@@ -58,7 +58,7 @@ def schema_source(param: str, schema: object) -> str:
     try:
         if isinstance(schema, dict):
             _refuse_repeated_keys(schema, param)
-            schema = {"x-guidance": _WHITESPACE, **_Document(schema).read()}
+            schema = {"x-guidance": _WHITESPACE, **_for_compiler(schema, _definitions(schema))}
             _refuse_no_end(schema, param)
         source = json.dumps(schema, ensure_ascii=False)
     except RecursionError:
@@ -93,75 +93,66 @@ def _check_length(num_characters: int, param: str) -> None:
         )
 
 
-class _Document:
-    """A schema with its definitions."""
-
-    def __init__(self, root: Schema) -> None:
-        self._root = root
-        self._definitions = _definitions(root)
-
-    def read(self) -> Schema:
-        """Return the schema as the compiler reads it."""
-        return self._schema(self._root)
-
-    def _schema(self, node: Schema) -> Schema:
-        read: Schema = {}
-        for name, value in node.items():
-            if name in _SCHEMAS_BY_NAME and isinstance(value, dict):
-                read[name] = {key: self._any(inner) for key, inner in value.items()}
-            elif name in _LISTS_OF_SCHEMAS and isinstance(value, list):
-                read[name] = [self._any(inner) for inner in value]
-            else:
-                read[name] = self._any(value) if name in _SCHEMAS else value
-        _leave_out_annotations(read)
-        _name_bounds(read)
-        _name_required(read, node)
-        self._name_keys(read)
-        self._require_discriminator(read)
-        return read
-
-    def _any(self, value: Any) -> Any:
-        return self._schema(value) if isinstance(value, dict) else value
-
-    def _name_keys(self, node: Schema) -> None:
-        """Replace `propertyNames` by properties or patterns if possible; the compiler refuses any other by name."""
-        names = self._resolved(node.get("propertyNames", True))
-        keys, limits = [names["const"]] if "const" in names else names.get("enum"), names.keys() - _ANNOTATIONS
-        kinds, rest = names.get("type", "string"), node.get("additionalProperties", True)
-        if "string" not in (kinds if isinstance(kinds, list) else [kinds]):
-            return
-        if not limits:
-            node.pop("propertyNames", None)
-            return
-        if "properties" in node or "patternProperties" in node:
-            return
-        # Names from a list are properties; names of a pattern or a length are one pattern.
-        if limits in ({"enum"}, {"const"}) and isinstance(keys, list) and all(isinstance(key, str) for key in keys):
-            node["properties"] = dict.fromkeys(keys, rest)
-        elif limits == {"pattern"} and isinstance(names["pattern"], str):
-            node["patternProperties"] = {_exact_pattern(names["pattern"]): rest}
-        elif limits <= {"minLength", "maxLength"}:
-            node["patternProperties"] = {rf"^[\s\S]{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$": rest}
+def _for_compiler(node: Any, definitions: Mapping[str, Schema]) -> Any:
+    """Return a schema as the compiler reads it; any other value unchanged."""
+    if not isinstance(node, dict):
+        return node
+    read: Schema = {}
+    for name, value in node.items():
+        if name in _SCHEMAS_BY_NAME and isinstance(value, dict):
+            read[name] = {key: _for_compiler(inner, definitions) for key, inner in value.items()}
+        elif name in _LISTS_OF_SCHEMAS and isinstance(value, list):
+            read[name] = [_for_compiler(inner, definitions) for inner in value]
         else:
-            return
-        node["additionalProperties"] = False
-        del node["propertyNames"]
+            read[name] = _for_compiler(value, definitions) if name in _SCHEMAS else value
+    _leave_out_annotations(read)
+    _name_bounds(read)
+    _name_required(read, node)
+    _name_keys(read, definitions)
+    _require_discriminator(read)
+    return read
 
-    @staticmethod
-    def _require_discriminator(node: Schema) -> None:
-        """Require the discriminator of a `oneOf`; pydantic leaves it optional if it has a default."""
-        discriminator, choices = node.get("discriminator"), node.get("oneOf")
-        name = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
-        if isinstance(name, str) and isinstance(choices, list):
-            node["oneOf"] = [{"allOf": [choice, {"required": [name]}]} for choice in choices]
 
-    def _resolved(self, schema: Any) -> Schema:
-        """Return a schema as an object; the definition that it refers to, if it adds nothing to it."""
-        if not isinstance(schema, dict):
-            return {} if schema is True else {"not": {}}
-        if isinstance(schema.get("$ref"), str) and schema.keys() - _ANNOTATIONS == {"$ref"}:
-            return self._definitions.get(schema["$ref"], schema)
-        return schema
+def _name_keys(node: Schema, definitions: Mapping[str, Schema]) -> None:
+    """Replace `propertyNames` by properties or patterns if possible; the compiler refuses any other by name."""
+    names = _resolved(node.get("propertyNames", True), definitions)
+    keys, limits = [names["const"]] if "const" in names else names.get("enum"), names.keys() - _ANNOTATIONS
+    kinds, rest = names.get("type", "string"), node.get("additionalProperties", True)
+    if "string" not in (kinds if isinstance(kinds, list) else [kinds]):
+        return
+    if not limits:
+        node.pop("propertyNames", None)
+        return
+    if "properties" in node or "patternProperties" in node:
+        return
+    # Names from a list are properties; names of a pattern or a length are one pattern.
+    if limits in ({"enum"}, {"const"}) and isinstance(keys, list) and all(isinstance(key, str) for key in keys):
+        node["properties"] = dict.fromkeys(keys, rest)
+    elif limits == {"pattern"} and isinstance(names["pattern"], str):
+        node["patternProperties"] = {_exact_pattern(names["pattern"]): rest}
+    elif limits <= {"minLength", "maxLength"}:
+        node["patternProperties"] = {rf"^[\s\S]{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$": rest}
+    else:
+        return
+    node["additionalProperties"] = False
+    del node["propertyNames"]
+
+
+def _require_discriminator(node: Schema) -> None:
+    """Require the discriminator of a `oneOf`; pydantic leaves it optional if it has a default."""
+    discriminator, choices = node.get("discriminator"), node.get("oneOf")
+    name = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
+    if isinstance(name, str) and isinstance(choices, list):
+        node["oneOf"] = [{"allOf": [choice, {"required": [name]}]} for choice in choices]
+
+
+def _resolved(schema: Any, definitions: Mapping[str, Schema]) -> Schema:
+    """Return a schema as an object; the definition that it refers to, if it adds nothing to it."""
+    if not isinstance(schema, dict):
+        return {} if schema is True else {"not": {}}
+    if isinstance(schema.get("$ref"), str) and schema.keys() - _ANNOTATIONS == {"$ref"}:
+        return definitions.get(schema["$ref"], schema)
+    return schema
 
 
 def _leave_out_annotations(node: Schema) -> None:
@@ -197,7 +188,7 @@ def _name_bounds(node: Schema) -> None:
 
 
 def _name_required(read: Schema, node: Schema) -> None:
-    """Name the required properties as newer drafts do; in draft 3 each property has the word itself."""
+    """Name the required properties as newer drafts do; in draft 3 each property has its own `required`."""
     if isinstance(read.get("required"), bool):
         del read["required"]
     known = node["properties"] if isinstance(node.get("properties"), dict) else {}

@@ -12,7 +12,6 @@ from protos.messages import (
     Grammar,
     SamplingParams,
     SpeculationMethod,
-    SpeculationMode,
     SpeculationParams,
     VerifyMode,
 )
@@ -82,7 +81,7 @@ def speculation_params(wishes: SpeculationFields | None, card: ModelCard) -> Spe
         wishes.num_tokens,
         wishes.verify,
         _method(wishes.method, card),
-        wishes.mode is SpeculationMode.APPROXIMATE,
+        wishes.mode == "approximate",
         wishes.threshold,
         bool(wishes.explain),
     )
@@ -124,7 +123,7 @@ def check_prediction(params: GenerateParams, card: ModelCard) -> None:
 def check_approximate(params: GenerateParams, card: ModelCard, num_choices: int) -> None:
     """Raise `RequestError` if `speculation.mode` cannot be approximate, or a threshold comes without that mode."""
     fields, wishes = params.fields, params.fields.speculation or SpeculationFields()
-    if wishes.mode is not SpeculationMode.APPROXIMATE:
+    if wishes.mode != "approximate":
         if wishes.threshold is not None:
             raise RequestError(
                 f"speculation.threshold is {wishes.threshold:g}, and speculation.mode is not 'approximate'; "

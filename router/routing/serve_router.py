@@ -17,7 +17,7 @@ from protos.block_keys import block_keys, join_keys, root_key
 from protos.errors import UnavailableError
 from protos.messages import GenerateRequest
 from router.config import RouterConfig
-from router.routing.index_client import IndexClient, IndexTimeoutError, open_prefill_index
+from router.routing.index import IndexClient, IndexTimeoutError, open_prefill_index
 from router.routing.routed_call import Route, RoutedCall, RouteQuery, RouteReply
 
 logger = logging.getLogger(__name__)

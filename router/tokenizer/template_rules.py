@@ -97,7 +97,7 @@ _REPAIRS: dict[Rule, Repair] = {
 
 
 def adapt(rules: Set[Rule], messages: Sequence[Mapping[str, Any]], *, is_continued: bool = False) -> Messages:
-    """Return the chat as a template with these rules takes it; `is_continued`: the last message is gone on with.
+    """Return the chat as a template with these rules takes it; `is_continued`: the model continues the last message.
 
     Without a rule a chat stays as it is.
     """

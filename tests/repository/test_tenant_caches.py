@@ -37,7 +37,7 @@ from router.config import IngressConfig, RouterConfig
 from router.generation.generation_service import GenerationService
 from router.metrics.ingress_metrics import IngressMetrics
 from router.openai.api import build_app
-from router.routing.index_actor import IndexState
+from router.routing.index import IndexState
 from router.routing.request_routing import PromptKeys
 from router.routing.routed_call import RouteQuery
 from router.tokenizer.tokenizer_files import load_tokenizer_files
@@ -57,7 +57,7 @@ KEPT = {
     "engine/kv_cache/block_pool.py": "prefixes",
     "engine/kv_cache/state_pool.py": "by the salted keys of blocks (tests/engine/recurrent)",
     "engine/proposer/text_match/text_matcher.py": "predictions",
-    "router/routing/index_actor.py": "by the names of conversations, which `Client.secret` makes (test_api_keys.py)",
+    "router/routing/index.py": "by the names of conversations, which `Client.secret` makes (test_api_keys.py)",
     "router/tokenizer/chat_prompt.py": "by the server's own template",
     "router/openai/openapi.py": "one document, the same for all",
     "engine/model/checkpoint/hub.py": "by a model of the deployment",

@@ -18,10 +18,11 @@ from cluster.local.serve_environment import _OWN_CLUSTER
 from cluster.proxy import haproxy_config
 from cluster.schema.replicas import _PACE
 from engine.sampling import grammar_compiler, grammar_trial
-from protos import client_text, convert
+from protos import client_text
 from router import client_limits as limits
 from router.config import IngressLimits
-from router.grpc_api import callers, reading_gate, server
+from router.grpc_api import api as grpc_api
+from router.grpc_api import callers, reading_gate
 from router.openai import http_body, response_writer
 from router.requests import chat_request, completion_request, json_schema, sequence_requests
 from router.routing import load
@@ -59,12 +60,12 @@ ROWS = [
     f"for {OPEN.grace_s} s where others wait |",
     f"| {max(OPEN_SIZES[:3])} bytes, for reflection {max(OPEN_SIZES) // KIB} KiB |",
     f"at once | {limits.MAX_ENDLESS_CALLS} of one address, {reading_gate._MAX_ENDLESS} of all |",
-    f"| gRPC calls of one connection | {server.MAX_STREAMS} |",
+    f"| gRPC calls of one connection | {grpc_api.MAX_STREAMS} |",
     f"| choices of one request | {sequence_requests.MAX_CHOICES} |",
     f"| {completion_request.MAX_PROMPTS:,} and {chat_request.MAX_TOOLS:,} |",
     f"of more than {client_text.LARGE_BYTES // KIB} KiB | {client_text.MAX_PARTS:,} lists, objects, fields and "
     f"texts; {client_text._MAX_VALUES:,} values |",
-    f"| messages, tools and tool calls of one gRPC message | {convert.MAX_PARTS:,} |",
+    f"| messages, tools and tool calls of one gRPC message | {client_text.MAX_PARTS:,} |",
     f"| logprobs of one prompt | {sequence_requests.MAX_PROMPT_LOGPROBS:,}, ",
     f"| a JSON schema; the schemas of all tools | {json_schema.MAX_SCHEMA_PARTS:,} fields and items |",
     f"| a grammar | {grammar_compiler.MAX_SOURCE_BYTES // KIB} KiB, {grammar_compiler.MAX_RULES:,} rules, "

@@ -11,7 +11,7 @@ from keyword import iskeyword
 
 from router.requests.tools import NAME_PATTERN
 
-# A text in quotes. Models write raw line breaks in it, as the templates do that they learned from.
+# A text in quotes. Models write raw line breaks in it, as their training data did.
 _LINES_IN_TEXTS = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
 _LINE_END = re.compile(r"\\.|[\n\r]", re.DOTALL)
 

@@ -238,7 +238,7 @@ def arguments_schema(function: Function, use: ToolUse) -> Mapping[str, object]:
 
 
 def json_rule(schema: object, rules: list[str]) -> str:
-    """Return the rule of a value in JSON. Raises RequestError where it and `rules` are more than is compiled."""
+    """Return the rule of a value in JSON. Raises RequestError if it and `rules` are too long to compile."""
     rule = f"%json {schema_source('tools', schema)}"
     num_characters = sum(map(len, rules)) + len(rule)
     if num_characters > MAX_GRAMMAR_CHARACTERS:  # the rule of every argument repeats the definitions

@@ -25,9 +25,8 @@ from protos import outrider_pb2 as pb2
 from protos import outrider_pb2_grpc
 from router.api_keys import ApiKeys
 from router.client_limits import MAX_CONNECTIONS_PER_ADDRESS, MAX_HEAD_BYTES, REQUEST_TIMEOUT_S
-from router.grpc_api.api import GrpcApi
+from router.grpc_api.api import GrpcApi, connection_limits, start_grpc_server
 from router.grpc_api.reading_gate import ReadingGate
-from router.grpc_api.server import connection_limits, start_grpc_server
 from tests.cluster.local.fake_server import fake_service, serving
 from tests.cluster.proxy.test_haproxy_config import make_certificate
 from tests.router.fixtures.key_files import api_keys

@@ -6,9 +6,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from protos.messages import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
-from router.generation.choice_text import ChoiceText
+from router.generation.choice_text import ChoiceText, Trimmed
 from router.generation.delta import Delta, join_deltas
-from router.generation.thoughts import Trimmed
 from router.tokenizer import Tokenizer
 from tests.router.conftest import byte_tokenizer_core
 

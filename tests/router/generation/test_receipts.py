@@ -24,7 +24,7 @@ from protos.served_model import FingerprintPart, digest, write_fingerprint
 from router.api_keys import ApiKeys
 from router.config import IngressConfig
 from router.generation.generation_service import GenerationService
-from router.generation.receipts import Receipt, ReceiptKey, check_receipt, digest_of_ids, read_public_key
+from router.generation.receipts import Receipt, check_receipt, digest_of_ids, read_private_key, read_public_key
 from router.grpc_api.api import GrpcApi
 from router.metrics.ingress_metrics import IngressMetrics
 from router.openai.api import build_app
@@ -250,9 +250,9 @@ def test_a_file_without_a_key_is_refused_with_the_command_that_makes_one(tmp_pat
     other = key_file(tmp_path, ec.generate_private_key(ec.SECP256R1()))
     for path in (tmp_path / "missing", tmp_path / "text", other):
         with pytest.raises(ConfigError, match=r"ingress\.receipt_key_file"):
-            ReceiptKey(str(path))
+            read_private_key(str(path))
     with pytest.raises(ConfigError, match="openssl genpkey"):
-        ReceiptKey(other)
+        read_private_key(other)
     with pytest.raises(ConfigError, match="holds no public key"):
         read_public_key(str(tmp_path / "text"))
 

@@ -26,11 +26,10 @@ from protos import outrider_pb2_grpc
 from router.api_keys import ApiKeys
 from router.generation.generation_service import GenerationService
 from router.grpc_api import callers, reading_gate
-from router.grpc_api.api import GrpcApi
+from router.grpc_api.api import GrpcApi, start_grpc_server
 from router.grpc_api.callers import ReadingLimits
 from router.grpc_api.reading_gate import OPEN_METHODS, ReadingGate
 from router.grpc_api.serve_gate import gate_proxy, gate_serve
-from router.grpc_api.server import start_grpc_server
 from tests.router.fixtures.fake_backend import FakeBackend
 from tests.router.fixtures.grpc_channel import grpc_channel
 from tests.router.fixtures.key_files import api_keys

@@ -23,9 +23,8 @@ from protos.errors import RequestError
 from protos.messages import FirstTokenTimes, GenerateRequest, TokenChunk
 from router.api_keys import ApiKeys
 from router.generation.generation_service import GenerationService
-from router.grpc_api.api import GrpcApi
+from router.grpc_api.api import GrpcApi, start_grpc_server
 from router.grpc_api.reading_gate import ReadingGate
-from router.grpc_api.server import start_grpc_server
 from router.metrics.tracing import tracer_from_environment
 from router.openai.api import build_app
 from tests.router.fixtures.fake_backend import FakeBackend

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from protos.block_keys import CacheDelta, WorkerLoad, join_keys
 from router.config import RouterConfig
-from router.routing.index_actor import IndexState
+from router.routing.index import IndexState
 from router.routing.routed_call import RouteQuery
 
 BLOCK = 16

@@ -6,7 +6,7 @@ import pytest
 
 from protos.block_keys import CacheDelta, PrefixHolder, WorkerLoad, WorkerReport, join_keys
 from router.config import RouterConfig
-from router.routing.index_actor import SILENCE_S, IndexState
+from router.routing.index import SILENCE_S, IndexState
 from router.routing.routed_call import RouteQuery
 
 KEYS = [bytes([n]) * 16 for n in range(20)]

@@ -4,7 +4,7 @@ import pytest
 
 from protos.block_keys import CacheDelta, WorkerLoad, join_keys
 from router.config import RouterConfig
-from router.routing.index_actor import IndexState
+from router.routing.index import IndexState
 from router.routing.policy import Decision
 from router.routing.routed_call import RouteQuery
 
@@ -66,7 +66,7 @@ def test_a_session_returns_to_its_worker_among_equals():
 
 
 def test_the_sessions_that_were_idle_longest_are_forgotten(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("router.routing.index_actor._MAX_SESSIONS", 2)
+    monkeypatch.setattr("router.routing.index._MAX_SESSIONS", 2)
     state = make_state()
     found = [choose(state, 0, session_id=name, now_s=0.0).request.last_worker_id for name in "abacacb"]
     assert [worker_id is not None for worker_id in found] == [False, False, True, False, True, True, False]

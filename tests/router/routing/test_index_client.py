@@ -9,7 +9,7 @@ from ray.exceptions import ActorDiedError
 
 from protos.errors import UnavailableError
 from router.config import RouterConfig
-from router.routing.index_client import IndexClient, IndexTimeoutError
+from router.routing.index import IndexClient, IndexTimeoutError
 from router.routing.routed_call import RouteQuery, RouteReply
 
 QUERY = RouteQuery("r", 16, b"", "", ("a",))

@@ -8,7 +8,7 @@ import pytest
 
 from protos.errors import UnavailableError
 from protos.messages import GenerateRequest
-from router.routing.index_client import IndexTimeoutError
+from router.routing.index import IndexTimeoutError
 from router.routing.routed_call import RoutedCall, RouteQuery, RouteReply
 from router.routing.serve_router import RouteChooser
 

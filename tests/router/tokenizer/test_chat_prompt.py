@@ -250,7 +250,7 @@ def test_a_template_that_does_not_end_is_probed_and_tried_but_for_a_moment(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(chat_template, "_RENDER_LIMIT_S", 0.05)
-    monkeypatch.setattr("router.tokenizer.template_probes._LIMIT_S", 0.1)
+    monkeypatch.setattr("router.tokenizer.chat_prompt._LIMIT_S", 0.1)
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with caplog.at_level(logging.WARNING):
         slow = ChatPrompt(ChatTemplate(endless, {}))

@@ -71,7 +71,7 @@ def _disturb(is_noisy: Callable[[], bool]) -> None:
     if codec is not None and not hasattr(codec, "undisturbed"):
         codec.undisturbed = codec.feed
         codec.feed = _noisy_feed(codec.feed, is_noisy)
-    index = getattr(sys.modules.get("router.routing.index_actor"), "IndexState", None)
+    index = getattr(sys.modules.get("router.routing.index"), "IndexState", None)
     if index is not None and not hasattr(index, "undisturbed"):
         index.undisturbed = index.report
         index.report = _noisy_report(index.report, is_noisy)

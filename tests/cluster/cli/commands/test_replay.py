@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cluster.cli.__main__ import main
 from cluster.cli.commands.replay import changed_choices, changed_digests, read_records
 from protos.served_model import FingerprintPart, digest, read_fingerprint, with_tokenizer, write_fingerprint
-from router.generation.receipts import Receipt, ReceiptChoice, ReceiptKey, digest_of_ids
+from router.generation.receipts import Receipt, ReceiptChoice, digest_of_ids, read_private_key, sign
 from tests.cluster.cli.fake_server import answering
 
 REQUEST = {"prompt": "a", "seed": 3}
@@ -158,7 +158,7 @@ def signed(folder: Path, *token_ids: int, seed: int = 1, **changed: str) -> dict
     choices = [ReceiptChoice(index=0, sample=0, prompt=digest_of_ids([1, 2]), **tokens)]
     digests = {part: digest(part) for part in PARTS} | changed
     receipt = Receipt(version=1, id="i", created=1, model="m", seed=9, choices=choices, **digests)
-    return answer(*token_ids) | {"receipt": ReceiptKey(str(private)).sign(receipt).model_dump()}
+    return answer(*token_ids) | {"receipt": sign(receipt, read_private_key(str(private))).model_dump()}
 
 
 def replayed(folder: Path, stored: dict[str, Any], answered: dict[str, Any], *options: str) -> int:
