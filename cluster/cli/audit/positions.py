@@ -206,7 +206,7 @@ async def _without_drafts(server: Server) -> Server:
     for switch in _SWITCHES:
         plain = replace(server, extra=switch)
         try:
-            pairs = [[await _greedy(way, text) for way in (server, plain)] for text in _REPETITIVE]
+            pairs = [[await _greedy(way, text, 24) for way in (server, plain)] for text in _REPETITIVE]
         except RefusedError:
             continue
         drafts = [[_num_drafts(answer.data) for answer in way] for way in zip(*pairs, strict=True)]
@@ -258,7 +258,7 @@ async def greedy(audit: Audit, trial: Trial) -> None:
     part, num_same, num_all = trial.add(HitEvidence()), 0, 0
     while not trial.is_enough():
         for prompt in PROMPTS:
-            pair = await all_of(_greedy(way, prompt) for way in (one, two))
+            pair = await all_of(_greedy(way, prompt, 24) for way in (one, two))
             is_same = pair[0].choices[0].text == pair[1].choices[0].text
             num_same, num_all = num_same + is_same, num_all + 1
             if pair[0].choices[0].predictions and pair[1].choices[0].predictions:
