@@ -37,8 +37,7 @@ from cluster.placement import (
 )
 from cluster.preflight import check_driver, check_files
 from cluster.replica_settings import ingress_config, pair_settings, prefill_settings
-from cluster.schema.frontends import SERVES_OWN_POLICY
-from cluster.schema.replicas import Scaled
+from cluster.schema.replicas import SERVES_OWN_POLICY, Scaled
 from cluster.topology import pin_devices, read_topology
 from engine.config import EngineConfig
 from protos.errors import ConfigError

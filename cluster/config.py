@@ -14,7 +14,6 @@ from typing import Any, get_args
 from pydantic import BaseModel, Field, ValidationError
 
 from cluster.schema import REMOVED, EngineSection
-from cluster.schema.frontends import IngressSection, RouterSection, TuneSection
 from cluster.schema.models import (
     MODEL_KINDS,
     DraftSection,
@@ -23,7 +22,15 @@ from cluster.schema.models import (
     TargetSection,
     quoted,
 )
-from cluster.schema.replicas import CacheSection, PairSection, PrefillSection, SchedulerSection
+from cluster.schema.replicas import (
+    CacheSection,
+    IngressSection,
+    PairSection,
+    PrefillSection,
+    RouterSection,
+    SchedulerSection,
+    TuneSection,
+)
 from engine.config import EngineConfig, StepConfig
 from protos.errors import ConfigError
 from protos.messages import SpeculationMethod

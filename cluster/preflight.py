@@ -25,7 +25,7 @@ from cluster.deploy_file import DeployFile
 from cluster.local.serve_environment import is_free
 from cluster.planning.roofline import ModelShape
 from cluster.replica_settings import draft_cache_config
-from cluster.schema.frontends import IngressSection
+from cluster.schema.replicas import IngressSection
 from cluster.topology import NodeTopology, read_topology
 from engine.config import GIB, MAX_LOG_BYTES, CacheConfig, KVDtype, ModelDtype, Quantization
 from engine.model.checkpoint.node_memory import available_bytes

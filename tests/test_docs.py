@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.schema.frontends import RouterSection
+from cluster.schema.replicas import RouterSection
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

@@ -16,8 +16,7 @@ from engine.config import HeadKind
 from engine.model.draft_heads.published import HeadFormat
 from engine.position_log.shard import LoggedRequest
 from protos.errors import ConfigError
-from tuning.draft import partial_of
-from tuning.heads import load_reader
+from tuning.drafts import load_reader, partial_of
 from tuning.student import BlockStudent
 
 

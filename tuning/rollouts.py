@@ -21,7 +21,7 @@ from engine.model.runner.model_runner import ModelRunner
 from engine.position_log.shard import LoggedRequest, log_files, read_shard
 from protos.errors import ConfigError
 from protos.messages import GREEDY_BELOW, GenerateRequest, SamplingParams
-from tuning.draft import partial_of
+from tuning.drafts import partial_of
 from tuning.log_windows import Log
 
 _NUM_STREAMS = 64

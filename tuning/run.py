@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tuning.heads import TunableDraft
+from tuning.drafts import TunableDraft
 from tuning.log_windows import Window
 from tuning.student import Student
 from tuning.train import Budget, PairedOptimizer, TrainingClock, autocast, train

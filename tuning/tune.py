@@ -21,8 +21,7 @@ from engine.model.draft_heads.checkpoint import read_config
 from engine.model.loader import model_version
 from engine.position_log.shard import LoggedModel, LoggedRequest
 from protos.errors import ConfigError
-from tuning.draft import DraftFolder
-from tuning.heads import HeadFolder, TunableDraft, holds_heads
+from tuning.drafts import DraftFolder, HeadFolder, TunableDraft, holds_heads
 from tuning.log_windows import Log, log_end, read_log, wait_for_positions, windows_of
 from tuning.new_head import write_new_head
 from tuning.rollouts import write_rollouts

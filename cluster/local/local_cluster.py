@@ -24,7 +24,7 @@ from ray.serve.schema import ServeDeploySchema
 from cluster.deploy_file import DeployFile, with_absolute_paths
 from cluster.local import check_file_limit, private_files
 from cluster.local.serve_environment import haproxy_files, set_variables, tls_variables
-from cluster.schema.frontends import IngressSection
+from cluster.schema.replicas import IngressSection
 from cluster.topology import order_devices
 from protos.errors import ConfigError
 from protos.linux import wait_for_cores

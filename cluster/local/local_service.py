@@ -22,8 +22,7 @@ from cluster.config import DeployConfig
 from cluster.placement import NodeResources, plan_pair
 from cluster.replica_settings import ingress_config, pair_settings
 from cluster.schema import Section
-from cluster.schema.frontends import RouterSection
-from cluster.schema.replicas import PrefillSection
+from cluster.schema.replicas import PrefillSection, RouterSection
 from cluster.topology import read_topology
 from engine.model.checkpoint.weight_files import begin_digests
 from protos.errors import ConfigError

@@ -16,7 +16,7 @@ from ray._raylet import Config  # type: ignore[attr-defined]  # of the compiled 
 
 from actors.process import FORMAT_VARIABLE, is_json_wanted
 from cluster.local import is_private, private_root
-from cluster.schema.frontends import IngressSection
+from cluster.schema.replicas import IngressSection
 from protos.errors import ConfigError
 from router.grpc_api.callers import LOCAL_PROXY
 from router.grpc_api.reading_gate import MAX_MESSAGE_BYTES

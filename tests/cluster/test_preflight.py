@@ -27,7 +27,7 @@ from cluster.preflight import (
     check_memory,
     check_ports,
 )
-from cluster.schema.frontends import IngressSection
+from cluster.schema.replicas import IngressSection
 from cluster.topology import Device, NodeTopology, read_topology
 from protos.errors import ConfigError
 from tests.cluster.recorded_nvml import RecordedNvml

@@ -24,7 +24,7 @@ from cluster.app import _prefill_options, _router_config
 from cluster.config import DeployConfig, parse_config
 from cluster.placement import NodeResources, PairPlacement, plan_pair
 from cluster.replica_settings import pair_settings, prefill_settings
-from cluster.schema.frontends import IngressSection
+from cluster.schema.replicas import IngressSection
 from cluster.topology import NodeTopology
 from engine.config import (
     AttentionKind,

@@ -23,7 +23,7 @@ from models.training.train_heads import eagle3_logits, new_student, save_head, s
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod
 from tests.engine.fixtures.checkpoints import write_checkpoint
-from tuning.heads import HeadFolder
+from tuning.drafts import HeadFolder
 from tuning.log_windows import Window, windows_of
 from tuning.new_head import write_new_head
 from tuning.rollouts import write_own_chats
@@ -145,7 +145,7 @@ def test_tuned_heads_are_better_on_what_they_have_not_seen(made: LoggedHeads, tm
 @pytest.fixture
 def float32_target(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load the target in float32 on every processor, because the expected values are in float32."""
-    monkeypatch.setattr("tuning.heads.resolve_dtype", lambda *_: torch.float32)
+    monkeypatch.setattr("tuning.drafts.resolve_dtype", lambda *_: torch.float32)
 
 
 @pytest.mark.usefixtures("float32_target")

@@ -21,7 +21,7 @@ from models.training.evaluate import count_rounds
 from protos.errors import ConfigError
 from tests.engine.fixtures.checkpoints import VOCAB_SIZE, Folders, write_checkpoint, write_pair
 from tests.engine.model.draft_heads.test_checkpoint import Hostile
-from tuning.draft import DraftFolder
+from tuning.drafts import DraftFolder
 from tuning.log_windows import read_log, windows_of
 from tuning.rollouts import write_rollouts
 from tuning.run import Candidate, TrainingRun, add_low_rank, batches_of, merge_low_rank
