@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, Field, ValidationError
 
-from cluster.schema import REMOVED, EngineSection
+from cluster.schema import REMOVED, Section
 from cluster.schema.models import (
     MODEL_KINDS,
     DraftSection,
@@ -38,7 +38,7 @@ from protos.messages import SpeculationMethod
 _TUNED = (SpeculationMethod.MODEL, SpeculationMethod.EAGLE3, SpeculationMethod.MEDUSA)
 
 
-class DeployConfig(EngineSection):
+class DeployConfig(Section):
     """All of deploy.yaml's `args`.
 
     `drafts` are additional draft models by name, computed by the settings of `draft`. The name is a method of requests.
@@ -63,7 +63,7 @@ class DeployConfig(EngineSection):
             model=replace(self.target.to_engine(), chat_template=self.ingress.chat_template_text),
             cache=self.cache.to_engine(),
             scheduler=self.scheduler.to_engine(),
-            speculation=self.speculation.to_engine(self.offered_methods),
+            speculation=self.speculation.with_methods(self.offered_methods),
             head=self.draft.head,
             min_remote_prefill_tokens=self.prefill.min_remote_prefill_tokens,
             log=None if self.tune.folder is None else str(self.tune.folder),

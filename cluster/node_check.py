@@ -59,14 +59,11 @@ def check_nodes(
 
 def check_places(placement: PairPlacement, num_replaced: int, nodes: Sequence[NodeResources]) -> None:
     """Raise ConfigError if running pairs would be stopped for pairs that wait for nodes."""
-    demand = placement.demand
-    num_places = sum(node.num_places(demand) for node in nodes)
-    if num_places < num_replaced:
-        shape = ", ".join(f"{name} {amount:g}" for name, amount in demand.items())
+    if (num_places := placement.num_places(nodes)) < num_replaced:
         raise ConfigError(
             f"{num_replaced} pairs that serve would be replaced, and the {len(nodes)} nodes have places for "
-            f"{num_places}: each pair takes {shape} of one node (pair.gpus, pair.resources); add such nodes first, or "
-            "delete the application first; the new one then waits for nodes"
+            f"{num_places}: each pair takes {placement.shape} of one node (pair.gpus, pair.resources); add such nodes "
+            "first, or delete the application first; the new one then waits for nodes"
         )
 
 

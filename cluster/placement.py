@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from actors.settings import ProcessShare
@@ -67,12 +67,21 @@ class PairPlacement:
 
     @property
     def demand(self) -> dict[str, float]:
-        """Return the resources that a pair takes of its node."""
+        """The resources that a pair takes of its node."""
         total: dict[str, float] = {}
         for bundle in self.bundles:
             for name, amount in bundle.items():
                 total[name] = total.get(name, 0) + amount
         return total
+
+    @property
+    def shape(self) -> str:
+        """The demand in words."""
+        return ", ".join(f"{name} {amount:g}" for name, amount in self.demand.items())
+
+    def num_places(self, nodes: Sequence[NodeResources]) -> int:
+        """Count the pairs that fit on the empty nodes."""
+        return sum(node.num_places(self.demand) for node in nodes)
 
     @property
     def prefill_demand(self) -> dict[str, float]:
@@ -129,14 +138,11 @@ def plan_pair(
 
 def log_missing_nodes(placement: PairPlacement, num_pairs: int, nodes: list[NodeResources]) -> None:
     """Log the number of pairs that wait until Ray's autoscaler or an operator adds nodes."""
-    demand = placement.demand
-    num_places = sum(node.num_places(demand) for node in nodes)
-    if num_places < num_pairs:
-        shape = ", ".join(f"{name} {amount:g}" for name, amount in demand.items())
+    if (num_places := placement.num_places(nodes)) < num_pairs:
         logger.warning(
             "%d of %d pairs wait for nodes: each takes %s of one node, and today's %d nodes have %d places; "
             "`serve status` reports their start, and none computes on a processor instead",
-            *(num_pairs - num_places, num_pairs, shape, len(nodes), num_places),
+            *(num_pairs - num_places, num_pairs, placement.shape, len(nodes), num_places),
         )
 
 

@@ -1,6 +1,7 @@
 """A draft tuned on its deployment's log, and on further continuations of its prompts by the target.
 
-Several short trainings run first, then a long one of the best; the best draft of all is the result.
+Several short trainings run first, then a long one of the best; the best draft of all is the result. Without a draft to
+start from, a new DSpark head is made.
 """
 
 from __future__ import annotations
@@ -15,18 +16,22 @@ from typing import Any
 
 import torch
 import transformers.utils.logging
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from transformers import AutoConfig
 
+from engine.config import HeadKind
 from engine.model.draft_heads.checkpoint import read_config
+from engine.model.draft_heads.published import HeadFormat
 from engine.model.loader import model_version
 from engine.position_log.shard import LoggedModel, LoggedRequest
 from protos.errors import ConfigError
-from tuning.drafts import DraftFolder, HeadFolder, TunableDraft, holds_heads
-from tuning.log_windows import Log, log_end, read_log, wait_for_positions, windows_of
-from tuning.new_head import write_new_head
+from tuning.drafts import DraftFolder, HeadFolder, TunableDraft, holds_heads, load_reader, partial_of
+from tuning.log_windows import Log, Window, log_end, read_log, wait_for_positions, windows_of
 from tuning.rollouts import write_rollouts
 from tuning.run import Candidate, TrainingRun
 from tuning.score import Score, score_draft
+from tuning.student import BlockStudent
 
 _TRIALS_SHARE = 0.3  # share of the minutes for all short trainings together
 _LONG_SHARE = 0.6  # share for the long one; the rest is for measuring
@@ -133,18 +138,13 @@ def tune(settings: TuneSettings, report: Report, on_progress: OnProgress) -> boo
     share = _rollouts_share(settings)
     written = _write_more(settings, share, log, workplace, report, on_progress) if share else []
     # Train candidates for the rest of the time, and score each.
-    requests = [*log.training, *written]
+    windows = [window for request in (*log.training, *written) for window in windows_of(request)]
     settings = replace(settings, minutes=(1 - share) * settings.minutes)
-    scored = _Tuning(
-        settings,
-        draft,
-        log,
-        requests,
-        workplace,
-        device,
-        report,
-        lambda name, progress: on_progress(name, share + (1 - share) * progress),
-    ).run()
+
+    def on_training(name: str, progress: float) -> None:
+        on_progress(name, share + (1 - share) * progress)
+
+    scored = _Trainings(settings, draft, log, windows, workplace.folder, device, report, on_training).run()
     after, run = max(scored, key=_tokens_per_pass, default=(before, None))
     # A smaller gain may be chance.
     is_better = after.tokens_per_pass >= 1.01 * before.tokens_per_pass
@@ -224,29 +224,23 @@ def _figures(settings: TuneSettings, log: Log, before: Score, after: Score, run:
     }
 
 
-class _Tuning:
+@dataclass(slots=True)
+class _Trainings:
     """The trainings of one tuning, and their scores."""
 
-    def __init__(
-        self,
-        settings: TuneSettings,
-        draft: TunableDraft,
-        log: Log,
-        requests: Sequence[LoggedRequest],
-        workplace: Workplace,
-        device: torch.device,
-        report: Report,
-        on_progress: OnProgress,
-    ) -> None:
-        self._settings, self._draft, self._log = settings, draft, log
-        self._workplace, self._device = workplace, device
-        self._report, self._on_progress = report, on_progress
-        self._windows = [window for request in requests for window in windows_of(request)]
-        self._share_done = 0.0
+    settings: TuneSettings
+    draft: TunableDraft
+    log: Log
+    windows: Sequence[Window]
+    folder: Path  # of their state
+    device: torch.device
+    report: Report
+    on_progress: OnProgress
+    share_done: float = 0.0
 
     def run(self) -> list[Scored]:
         """Train all candidates, and return the scores of the trainings that have not diverged."""
-        settings = self._settings
+        settings = self.settings
         ways = [(rate, seed) for rate in settings.learning_rates for seed in range(settings.num_seeds)]
         if len(ways) == 1:
             return self._scored([self._run(*ways[0], _TRIALS_SHARE + _LONG_SHARE)])
@@ -262,12 +256,10 @@ class _Tuning:
         return self._run(best.learning_rate, best.seed, _LONG_SHARE)
 
     def _run(self, rate: float, seed: int, share: float) -> TrainingRun:
-        settings = self._settings
+        settings = self.settings
         num_steps = None if settings.num_steps is None else max(1, round(share * settings.num_steps))
         candidate = Candidate(rate, seed, share, share * settings.minutes, num_steps, settings.rank)
-        return TrainingRun(
-            candidate, self._draft, self._workplace.folder / f"{rate:g}-{seed}-{share:.3f}.state", self._device
-        )
+        return TrainingRun(candidate, self.draft, self.folder / f"{rate:g}-{seed}-{share:.3f}.state", self.device)
 
     def _scored(self, runs: Sequence[TrainingRun]) -> list[Scored]:
         """Train and measure, one after the other."""
@@ -276,18 +268,113 @@ class _Tuning:
             self._train(run)
             model = run.trained()
             if model is None:
-                self._report(f"{run.candidate.name}: dropped after {run.num_steps} steps, its loss is not a number")
+                self.report(f"{run.candidate.name}: dropped after {run.num_steps} steps, its loss is not a number")
                 continue
-            score = score_draft(model, self._log.held_out, self._settings.num_tokens)
+            score = score_draft(model, self.log.held_out, self.settings.num_tokens)
             scored.append((score, run))
-            self._report(_line(f"{run.candidate.name}: {run.num_steps} steps", score))
+            self.report(_line(f"{run.candidate.name}: {run.num_steps} steps", score))
         return scored
 
     def _train(self, run: TrainingRun) -> None:
-        begin, share = self._share_done, run.candidate.share / (_TRIALS_SHARE + _LONG_SHARE)
-        run.train(self._windows, lambda progress: self._on_progress(run.candidate.name, begin + share * progress))
-        self._share_done += share
+        begin, share = self.share_done, run.candidate.share / (_TRIALS_SHARE + _LONG_SHARE)
+        run.train(self.windows, lambda progress: self.on_progress(run.candidate.name, begin + share * progress))
+        self.share_done += share
 
 
 def _line(name: str, score: Score) -> str:
     return f"{name}: acceptance {score.acceptance:.3f}, {score.tokens_per_pass:.2f} tokens per pass"
+
+
+def write_new_head(folder: Path, target: str, requests: Sequence[LoggedRequest]) -> None:
+    """Write an untrained DSpark head (arXiv:2607.05147) in speculators' layout: one layer as wide as its target's.
+
+    Its vocabulary is the most frequent tokens at logged positions of `requests`.
+
+    Raises:
+        ConfigError: the target has too few layers, or its states cannot be computed here.
+    """
+    text: Any = AutoConfig.from_pretrained(target).get_text_config()
+    least_layers = 4  # for three different taps
+    if text.num_hidden_layers < least_layers:
+        raise ConfigError(
+            f"--draft dspark makes a head on three of the target's layers, and {target} has {text.num_hidden_layers}; "
+            f"it needs {least_layers} or more: give the folder of a draft model"
+        )
+    reader = load_reader(target, torch.device("cpu"), folder.parent)
+    counts = _token_counts(requests, reader.vocab_size)
+    # 5120 tokens are 97% to 98% of a chat model's own answers; a head for SmolLM2-135M then has 19 MB.
+    target_ids = counts.argsort(descending=True, stable=True)[:5120].sort().values
+    config = _head_config(text, reader.vocab_size, len(target_ids), mask_id=int(counts.argmin()))
+    student = BlockStudent(HeadFormat.of(HeadKind.DSPARK, config, reader.shape, str(folder)))
+    _begin_head(student, reader.embedding.float(), reader.lm_head.float(), target_ids)
+    partial = partial_of(folder)
+    partial.mkdir(parents=True)
+    tensors = {name: each.detach().bfloat16().contiguous() for name, each in student.state_dict().items()}
+    tensors["d2t"] = target_ids - torch.arange(len(target_ids))
+    tensors["t2d"] = torch.zeros(reader.vocab_size, dtype=torch.bool).index_fill_(0, target_ids, True)
+    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    partial.rename(folder)
+
+
+def _token_counts(requests: Sequence[LoggedRequest], vocab_size: int) -> Tensor:
+    chosen = [torch.from_numpy(each.token_ids[each.positions]).long() for each in requests]
+    return torch.bincount(torch.cat(chosen), minlength=vocab_size)
+
+
+def _head_config(text: Any, vocab_size: int, draft_vocab_size: int, mask_id: int) -> dict[str, Any]:
+    """Return config.json. Every head has its own keys and values: what a row knows of the text comes through them."""
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    num_heads = max(1, text.hidden_size // head_dim)
+    layer = {
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "hidden_size": text.hidden_size,
+        "intermediate_size": text.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": text.max_position_embeddings,
+        "vocab_size": vocab_size,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    }
+    num_layers = text.num_hidden_layers
+    return {
+        "architectures": ["DSparkSpeculator"],
+        "speculators_model_type": "dspark",
+        "transformer_layer_config": layer,
+        "draft_vocab_size": draft_vocab_size,
+        "aux_hidden_state_layer_ids": sorted(
+            {min(2, num_layers // 4), num_layers // 2, num_layers - num_layers // 10 - 1}
+        ),
+        "block_size": 4,
+        "mask_token_id": mask_id,
+        "sample_from_anchor": True,
+        "markov_rank": 32,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": False,
+    }
+
+
+@torch.no_grad()
+def _begin_head(student: BlockStudent, embedding: Tensor, lm_head: Tensor, target_ids: Tensor) -> None:
+    """Take the target's output layer, and its tokens' main directions for the term of the token before."""
+    student.lm_head.weight.copy_(lm_head[target_ids])
+    known = embedding[target_ids]
+    student.mask_embedding.copy_(known.mean(0))
+    centred = embedding - known.mean(0)
+    rank = student.markov_head.markov_w1.embedding_dim
+    directions = torch.linalg.svd(centred[target_ids], full_matrices=False).Vh[:rank]
+    table = centred @ directions.T
+    student.markov_head.markov_w1.weight[:, : table.shape[1]] = table / table[target_ids].std()
+    student.markov_head.markov_w2.weight.zero_()
+    # At first a row sees the mean of the highest states before it. Larger logits would be wrong with confidence.
+    student.norm.weight.fill_(1.5 / float(student.lm_head.weight.norm(dim=1).mean()))
+    nn.init.zeros_(student.fc.weight)
+    student.fc.weight[:, -student.fc.out_features :].fill_diagonal_(1.0)
+    for layer in student.layers:
+        nn.init.eye_(layer.self_attn["v_proj"].weight)
+        nn.init.eye_(layer.self_attn["o_proj"].weight)
+        layer.mlp["down_proj"].weight.mul_(0.1)

@@ -10,15 +10,15 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from actors.pair.pair_draft import PairDraft, PairDrafts, refusal
+from actors.pair.pair_draft import PairDraft, PairDrafts
 from actors.pair.pair_metrics import PairMetrics
 from actors.pair.target_client import PONG_TIMEOUT_S, TargetClient, TargetHead
-from actors.settings import PairSettings
+from actors.settings import DraftSettings, PairSettings
 from actors.shell_messages import Pong
 from actors.target.engine_loop import STEP_TIMEOUT_S
 from engine.accounting.drift import DriftStats
-from protos.errors import OverloadedError, UnavailableError
-from protos.messages import GenerateRequest, TokenChunk
+from protos.errors import OverloadedError, RequestError, UnavailableError
+from protos.messages import GenerateRequest, SpeculationMethod, TokenChunk
 from protos.served_model import DraftOrder, DraftReport, ModelCard, with_draft
 
 
@@ -136,6 +136,21 @@ class PairShell:
             self._drafts.first.note_head(pong.head)
         drafts = () if self._drafts is None else self._drafts.reports
         self._metrics.update(pong, self._admission.num_refused, drafts)
+
+
+def refusal(draft: DraftSettings) -> RequestError:
+    """Return the reason why a pair has no draft that can be replaced."""
+    if draft.kind is SpeculationMethod.MODEL:
+        return RequestError(
+            "The draft model runs in the target's process here, so it cannot be replaced alone; deploy with "
+            "draft.gpu: own (and without --no-ray) to replace it while the pair serves."
+        )
+    if draft.kind.can_branch:
+        return RequestError(
+            f"draft.kind is '{draft.kind}', whose weights are the target's own, so there is nothing to replace; change "
+            "draft or target in deploy.yaml and deploy again."
+        )
+    return RequestError(f"draft.kind is '{draft.kind}', which has no weights, so there is no draft model to replace.")
 
 
 @dataclass(slots=True)

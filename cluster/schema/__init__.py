@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
@@ -74,42 +73,22 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
+    def to_engine(self) -> Any:
+        """Return the engine's dataclass, which checks its own constraints; by default None."""
+
     def conflicts(self) -> Iterable[str]:
         """Yield contradictions in this section, each with its remedy; the first is reported."""
         return ()
 
-    def check(self) -> None:
-        """Raise ValueError for the first conflict."""
-        for conflict in self.conflicts():
-            raise ValueError(conflict)
-
     @model_validator(mode="after")
     def _is_accepted(self) -> Self:
-        self.check()
-        return self
-
-
-class EngineSection(Section):
-    """A section that becomes one of the engine's dataclasses, which check their own constraints."""
-
-    def to_engine(self) -> Any:
-        """Return the engine's dataclass. Raises ConfigError if the engine refuses a value."""
-        raise NotImplementedError
-
-    def check(self) -> None:
-        """Raise ValueError for the engine's first refusal, then for the first conflict."""
-        with reported():
+        try:
             self.to_engine()
-        super().check()
-
-
-@contextmanager
-def reported() -> Iterator[None]:
-    """Turn a ConfigError into the ValueError that pydantic collects with the path of the section."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
+        except ConfigError as error:
+            raise ValueError(str(error)) from None  # pydantic collects these, with the path of the section
+        for conflict in self.conflicts():
+            raise ValueError(conflict)
+        return self
 
 
 def one_of(*choices: str) -> BeforeValidator:

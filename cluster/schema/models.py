@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from cluster.schema import EngineSection, Section, one_of
+from cluster.schema import Section, one_of
 from engine.batch.draft import DraftSource
 from engine.config import (
     AttentionKind,
@@ -37,7 +37,7 @@ _OWN_KEYS = {SpeculationMethod.SELF: {"quantization", "num_layers"}, Speculation
 DRAFT_KINDS = tuple(m for m in SpeculationMethod if m not in (SpeculationMethod.HYBRID, SpeculationMethod.AUTO))
 
 
-class TargetSection(EngineSection):
+class TargetSection(Section):
     """The model whose distribution is served, and how it is computed.
 
     `path` is a local folder, a GGUF file or a Hub id. `dtype` auto follows the processor. `quantization` applies to the
@@ -146,7 +146,7 @@ def quoted(kinds: tuple[SpeculationMethod, ...]) -> str:
     return " or ".join(f"'{kind}'" for kind in kinds)
 
 
-class TreeSection(EngineSection):
+class TreeSection(Section):
     """Draft trees of up to `num_nodes` nodes: the likeliest ones of each pass.
 
     With `adaptive` each pass has chains or trees, of the size that pays; otherwise all drafts have `num_nodes` nodes
@@ -171,7 +171,7 @@ def _as_method(value: Any) -> SpeculationMethod | str:
 _Method = Annotated[SpeculationMethod | str, BeforeValidator(_as_method)]
 
 
-class StepsSection(EngineSection):
+class StepsSection(Section):
     """Permission for requests to ask for reasoning steps that are NOT exact (`speculation: {"mode": "approximate"}`).
 
     The draft writes a step, up to a blank line or 64 tokens. The target scores it from 0 to 9 in one pass, and commits
@@ -226,7 +226,7 @@ class SpeculationSection(Section):
         """True if a draft model drafts while the target verifies, and not in turn with it."""
         return self.mode == "async"
 
-    def to_engine(self, methods: tuple[str, ...]) -> SpeculationConfig:
+    def with_methods(self, methods: tuple[str, ...]) -> SpeculationConfig:
         """Return the speculation of an engine that offers `methods`, the default first."""
         return SpeculationConfig(
             self.num_tokens,

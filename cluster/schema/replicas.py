@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from actors.settings import KVTransportKind
-from cluster.schema import EngineSection, Section, one_of
+from cluster.schema import Section, one_of
 from engine.config import GIB, CacheConfig, KVDtype, SchedulerConfig
 from router.config import IngressSettings
 from router.generation.tool_formats import FORMATS, PROMPTED
@@ -26,7 +26,7 @@ _MOST_REPLICAS = 10_000
 _ADDRESS = r"^tcp://[^:/]+:[1-9][0-9]{0,4}$"
 
 
-class CacheSection(EngineSection):
+class CacheSection(Section):
     """The KV pool of the target: a budget, or a number of blocks.
 
     If neither is set, it is 1 GiB on processors. On a GPU it is `gpu_memory_utilization` (0.9) of its memory, less
@@ -62,7 +62,7 @@ class CacheSection(EngineSection):
         return CacheConfig(self.block_size, memory_bytes=memory_bytes, dtype=self.dtype, gpu_memory_utilization=share)
 
 
-class SchedulerSection(EngineSection):
+class SchedulerSection(Section):
     """Limits of one step and of one sequence."""
 
     max_num_sequences: int = Field(default=64, ge=1)

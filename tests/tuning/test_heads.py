@@ -25,12 +25,11 @@ from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod
 from tests.engine.fixtures.checkpoints import write_checkpoint
 from tuning.drafts import HeadFolder
 from tuning.log_windows import Window, windows_of
-from tuning.new_head import write_new_head
 from tuning.rollouts import write_own_chats
 from tuning.run import top_distillation_loss
 from tuning.score import generate, score_draft
 from tuning.student import TrainableMedusaHeads
-from tuning.tune import TuneSettings, tune
+from tuning.tune import TuneSettings, tune, write_new_head
 
 VOCAB_SIZE = 64
 WIDTH = 32

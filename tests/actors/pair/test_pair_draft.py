@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from actors.pair.pair_draft import PairDraft, refusal
+from actors.pair.pair_draft import PairDraft
+from actors.pair.pair_shell import refusal
 from actors.settings import DraftSettings
 from actors.shell_messages import HeadFailure, RunningHead
 from engine.accounting.goodput import GoodputStats
