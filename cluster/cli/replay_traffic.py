@@ -16,7 +16,7 @@ import httpx
 
 from actors.settings import PairSettings
 from cluster.checkpoints import convert_gguf_models
-from cluster.cli.figures import ClassFigures, Reading, drafts_between, figures_between, read_metrics
+from cluster.cli.server import ClassFigures, Reading, drafts_between, figures_between, read_metrics
 from cluster.config import DeployConfig
 from cluster.deploy_file import checked_deployment
 from cluster.local.local_service import local_settings, running_service

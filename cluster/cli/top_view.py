@@ -12,8 +12,7 @@ from textual.app import App, ComposeResult
 from textual.binding import BindingType
 from textual.widgets import DataTable, Footer, Static
 
-from cluster.cli.figures import ClassFigures, Figures, Reading, figures_between
-from cluster.cli.server import NOT_UNDERSTOOD, AnswerError
+from cluster.cli.server import NOT_UNDERSTOOD, AnswerError, ClassFigures, Figures, Reading, figures_between
 
 _MAX_POSITIONS = 8
 

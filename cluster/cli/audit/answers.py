@@ -13,7 +13,7 @@ from cluster.cli.audit.client import CHAT, COMPLETIONS, Server
 from cluster.cli.audit.evidence import HitEvidence
 from cluster.cli.audit.trial import PROMPTS, Audit, Trial, all_of
 from cluster.cli.audit.wire import Answer, Body, Choice, NoVerdictError, RefusedError
-from cluster.cli.figures import read_metrics
+from cluster.cli.server import read_metrics
 
 _FORMAT_TOKENS = 300
 _EARLY_TOKENS, _EARLY_LIMIT = 40, 48

@@ -6,8 +6,7 @@ from typing import Annotated
 
 from typer import Option
 
-from cluster.cli.figures import Reading, read_metrics
-from cluster.cli.server import API_KEY, URL, AnswerError, ServerUrl, request_page, understood
+from cluster.cli.server import API_KEY, URL, AnswerError, Reading, ServerUrl, read_metrics, request_page, understood
 from protos.errors import ConfigError
 
 

@@ -6,8 +6,7 @@ import pytest
 from textual.widgets import DataTable, Static
 
 from cluster.cli.__main__ import main
-from cluster.cli.figures import figures_between, read_metrics
-from cluster.cli.server import AnswerError
+from cluster.cli.server import AnswerError, figures_between, read_metrics
 from cluster.cli.top_view import TopView
 from cluster.local.serve_environment import free_ports
 

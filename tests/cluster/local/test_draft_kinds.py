@@ -15,7 +15,7 @@ import yaml
 from textual.widgets import DataTable
 
 from cluster.cli.__main__ import main
-from cluster.cli.figures import Reading, figures_between, read_metrics
+from cluster.cli.server import Reading, figures_between, read_metrics
 from cluster.cli.top_view import TopView
 from cluster.config import parse_config
 from cluster.local.local_service import local_settings, running_service

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.cli.figures import read_metrics
+from cluster.cli.server import read_metrics
 from cluster.config import parse_config
 from cluster.local.local_service import local_settings, running_service
 from router.api_keys import ApiKeys
