@@ -14,7 +14,6 @@ import numpy as np
 
 from protos.errors import RequestError
 
-LARGE_BYTES = 1 << 16  # shorter texts hold too few values to count
 MAX_PARTS = 1 << 16
 _MAX_VALUES = 1_250_000  # a context of a million tokens in ids, and the rest of a request
 _MAX_MESSAGE = 1500
@@ -27,7 +26,7 @@ def check_parts(text: bytes | bytearray, name: str) -> None:
     Each list, object, field and string costs at least one allocation to parse, a number a tenth of that. `name` is the
     client's name for the text.
     """
-    if len(text) <= LARGE_BYTES:
+    if len(text) <= MAX_PARTS:  # each part takes a byte at least
         return
     octets = np.frombuffer(_without_escapes(bytes(text)), np.uint8)
     is_outside = ~np.logical_xor.accumulate(octets == _QUOTE)  # of strings; a closing quote counts

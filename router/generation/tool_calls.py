@@ -41,7 +41,6 @@ class ToolCallParser:
         self._state = _State.TEXT
         self._held = ""  # not yet classified as content or call
         self._extent = BracketExtent('"')
-        self._num_scanned = 0  # characters of a bare object that the extent has read
         self._num_calls = 0
         self._has_content = False
 
@@ -123,7 +122,7 @@ class ToolCallParser:
         if start[0] == self._format.opening and not self._has_content:
             self._held = start
             self._begin_call(self._format.begin)
-            self._extent, self._num_scanned = BracketExtent('"'), 0
+            self._extent = BracketExtent('"')
             return _NOTHING
         text, self._held = self._held, ""
         return self._content(text)
@@ -208,12 +207,6 @@ class ToolCallParser:
         is_tool = isinstance(name, str) and (bool(self._format.begin) or name in self._tools)
         return str(name) if is_tool else None
 
-    def _end_of_object(self) -> int | None:
-        """Find the end of the buffered JSON object in one pass."""
-        num_scanned, self._num_scanned = self._num_scanned, len(self._held)
-        end = self._extent.feed(self._held[num_scanned:])
-        return None if end is None else num_scanned + end
-
     def _end_of_call(self) -> int | None:
         """Return the end of the buffered call's body; None if it has not arrived."""
         if not self._format.end and not self._format.arguments_key:
@@ -221,7 +214,7 @@ class ToolCallParser:
                 return place
             return len(self._held) if len(self._held) > LONGEST_HEAD else None
         if not self._format.end:
-            return self._end_of_object()
+            return self._extent.end_in(self._held)
         index = self._held.find(self._format.end)
         return None if index < 0 else index
 

@@ -144,7 +144,7 @@ def traced(open_stream: OpenStream, tracer: Tracer, model_id: str) -> OpenStream
                     record.add(batch)
                     yield batch
         except Exception as error:
-            record.fail(error)
+            note_error(span, error)
             raise
         finally:
             record.end()
@@ -178,10 +178,6 @@ class _SequenceRecord:
                 self._attributes |= _acceptance(
                     chunk.speculation.num_draft_tokens, chunk.speculation.num_accepted_tokens
                 )
-
-    def fail(self, error: Exception) -> None:
-        """Record an error that ended the sequence."""
-        note_error(self._span, error)
 
     def end(self) -> None:
         """End the span, and write the spans of its phases; without a finish reason the sequence was aborted."""

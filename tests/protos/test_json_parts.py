@@ -42,7 +42,6 @@ def test_what_is_in_texts_does_not_count(value: object) -> None:
     text = json.dumps(value).encode()
     num_commas, num_parts = counts(value)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(client_text, "LARGE_BYTES", -1)
         patch.setattr(client_text, "_MAX_VALUES", num_commas + 1)
         patch.setattr(client_text, "MAX_PARTS", num_parts)
         check_parts(text, "it")
@@ -61,6 +60,6 @@ def test_a_long_text_and_a_million_token_ids_pass() -> None:
 
 
 def test_a_short_text_is_not_counted() -> None:
-    check_parts(b"[" * client_text.LARGE_BYTES, "it")
+    check_parts(b"[" * client_text.MAX_PARTS, "it")
     with pytest.raises(RequestError):
-        check_parts(b"[" * (client_text.LARGE_BYTES + 1), "it")
+        check_parts(b"[" * (client_text.MAX_PARTS + 1), "it")

@@ -63,7 +63,7 @@ ROWS = [
     f"| gRPC calls of one connection | {grpc_api.MAX_STREAMS} |",
     f"| choices of one request | {sequence_requests.MAX_CHOICES} |",
     f"| {completion_request.MAX_PROMPTS:,} and {chat_request.MAX_TOOLS:,} |",
-    f"of more than {client_text.LARGE_BYTES // KIB} KiB | {client_text.MAX_PARTS:,} lists, objects, fields and "
+    f"of more than {client_text.MAX_PARTS // KIB} KiB | {client_text.MAX_PARTS:,} lists, objects, fields and "
     f"texts; {client_text._MAX_VALUES:,} values |",
     f"| messages, tools and tool calls of one gRPC message | {client_text.MAX_PARTS:,} |",
     f"| logprobs of one prompt | {sequence_requests.MAX_PROMPT_LOGPROBS:,}, ",

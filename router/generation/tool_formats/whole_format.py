@@ -138,9 +138,7 @@ class WholeBody:
             end = text.find(self._format.end, max(self._num_scanned - len(self._format.end), 0))
             self._num_scanned = len(text)
             return None if end < 0 else end
-        num_scanned, self._num_scanned = self._num_scanned, len(text)
-        end_of_new = self._extent.feed(text[num_scanned:])
-        return None if end_of_new is None else num_scanned + end_of_new
+        return self._extent.end_in(text)
 
 
 class BracketExtent:
@@ -151,6 +149,13 @@ class BracketExtent:
         self._open: list[str] = []
         self._quote = ""
         self._is_escaped = False
+        self._num_scanned = 0
+
+    def end_in(self, text: str) -> int | None:
+        """Return the end in a text that has grown since the last call; None if it has not arrived."""
+        num_before, self._num_scanned = self._num_scanned, len(text)
+        end_of_new = self.feed(text[num_before:])
+        return None if end_of_new is None else num_before + end_of_new
 
     def feed(self, text: str) -> int | None:
         """Return the number of characters of `text` up to the end; None if it is not in `text`."""
