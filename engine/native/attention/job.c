@@ -267,7 +267,9 @@ static int64_t place_of(const struct job_state *w, int64_t lane) {
 /* Stores a tile's result in its rows of `out`. */
 VECTOR_CODE static void store(const struct job_state *w, int64_t tile, const float *state) {
     const struct attention *a = w->a;
-    const int64_t dim = a->value_dim, width = round_up(dim, 32);
+    const int64_t dim = a->value_dim, width = round_up(dim, 32), num_lanes = min(LANES, w->job->num_lanes - tile * LANES);
+    int64_t places[LANES];
+    for (int64_t i = 0; i < num_lanes; i++) places[i] = place_of(w, tile * LANES + i);
     /* A sink adds its weight to the total. */
     float sinks[LANES];
     floats kept = lanes_set(1.0f), total = lanes_load(state + LANES);
@@ -283,8 +285,8 @@ VECTOR_CODE static void store(const struct job_state *w, int64_t tile, const flo
     if (has_sums_per_lane(w)) {
         float factors[LANES];
         lanes_store(factors, factor);
-        for (int64_t i = 0; i < min(LANES, w->job->num_lanes - tile * LANES); i++)
-            (w->is_int8 ? store_int8 : store_few)(a, state, i, factors[i], place_of(w, tile * LANES + i));
+        for (int64_t i = 0; i < num_lanes; i++)
+            (w->is_int8 ? store_int8 : store_few)(a, state, i, factors[i], places[i]);
         return;
     }
 #endif
@@ -299,11 +301,8 @@ VECTOR_CODE static void store(const struct job_state *w, int64_t tile, const flo
         transpose(low);
         transpose(high);
         const uint32_t dims = dim - d >= 32 ? 0xffffffff : (1u << (dim - d)) - 1;
-        for (int64_t i = 0; i < LANES; i++) {
-            const int64_t lane = tile * LANES + i;
-            if (lane >= w->job->num_lanes) break;
-            store_dims(a->out, place_of(w, lane) + d, dims, low[i], high[i], IS_BF16(a));
-        }
+        for (int64_t i = 0; i < num_lanes; i++)
+            store_dims(a->out, places[i] + d, dims, low[i], high[i], IS_BF16(a));
     }
 }
 
