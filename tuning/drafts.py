@@ -27,11 +27,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine.config import HeadKind, ModelConfig
 from engine.model.checkpoint.dtype import resolve_dtype
 from engine.model.checkpoint.unread_weight import UnreadWeight, replace_unread
-from engine.model.draft_heads.block_format import BlockFormat
-from engine.model.draft_heads.checkpoint import read_config, read_tensors
+from engine.model.draft_heads.checkpoint import BlockFormat, read_config, read_tensors
 from engine.model.draft_heads.published import NORMS, HeadFormat, TargetShape
 from engine.model.loader import load_model
-from engine.proposer.vocab_mapping.translation import choose_vocabulary
+from engine.proposer.translation import choose_vocabulary
 from protos.errors import ConfigError
 from tuning.log_windows import Window, owners_of, padded_ids
 from tuning.student import BlockStudent, Eagle3Student, LanguageModel, Student, TrainableMedusaHeads

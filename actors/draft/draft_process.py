@@ -24,7 +24,7 @@ from engine.proposer import GuardedProposer
 from engine.proposer.draft_model.ahead_drafter import AheadDrafter
 from engine.proposer.draft_model.loader import TextProposer, load_drafter
 from engine.proposer.draft_model.model_proposer import ModelProposer
-from engine.proposer.vocab_mapping.translation import SameVocabulary, choose_vocabulary
+from engine.proposer.translation import SameVocabulary, choose_vocabulary
 from protos.errors import ConfigError, RequestError
 
 

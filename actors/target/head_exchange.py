@@ -17,7 +17,7 @@ from engine.engine_core import EngineCore
 from engine.model.draft_heads.checkpoint import head_folder, head_version
 from engine.model.draft_heads.loader import Head
 from engine.model.runner.model_runner import ModelRunner
-from engine.proposer.hidden_state.factory import HeadReport
+from engine.proposer.own_proposers import HeadReport
 from protos.errors import ConfigError, RequestError, ServingError
 from protos.served_model import digest
 

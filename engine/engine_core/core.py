@@ -25,8 +25,8 @@ from engine.kv_cache.block_manager import BlockManager
 from engine.model.draft_heads.loader import Head
 from engine.position_log.position_log import PositionLog
 from engine.proposer import Proposer
-from engine.proposer.hidden_state.factory import HeadReport, LiveHead
 from engine.proposer.method_dispatcher import HybridProposer
+from engine.proposer.own_proposers import HeadReport, LiveHead
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.scheduler.async_scheduling import AsyncScheduling, InFlightBatch, Runner
 from engine.scheduler.ending import NonFiniteReport, plain_reason, score_prompts, token_sources

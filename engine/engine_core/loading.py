@@ -20,8 +20,8 @@ from engine.model.runner.tensor_parallel_runner import load_runner
 from engine.position_log.position_log import PositionLog
 from engine.position_log.shard import LoggedModel
 from engine.proposer import NoProposer, Proposer
-from engine.proposer.hidden_state.factory import LiveHead, self_proposer
 from engine.proposer.method_dispatcher import proposer_of
+from engine.proposer.own_proposers import LiveHead, self_proposer
 from engine.remote_prefill.kv_transfer import KVTransport
 from engine.remote_prefill.remote_prefill import RemotePrefill
 from engine.sampling.grammar_compiler import GrammarCompiler

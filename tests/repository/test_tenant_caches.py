@@ -24,7 +24,7 @@ from engine.kv_cache.block_manager import BlockManager
 from engine.proposer.draft_model.draft_model import DraftSequences
 from engine.proposer.text_match.suffix import SharedTexts
 from engine.proposer.text_match.text_matcher import PredictionMatcher
-from engine.proposer.vocab_mapping.translation import SameVocabulary
+from engine.proposer.translation import SameVocabulary
 from engine.sampling import masks
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.sequence.sequence import RequestTokens, TokenBlocks
@@ -64,7 +64,7 @@ KEPT = {
     "engine/model/checkpoint/unread_weight.py": "a change of a library, made once",
     "engine/model/runner/served_weights.py": "one digest of our own code",
     "protos/token_bytes.py": "one tokenizer, by a file of the deployment",
-    "engine/proposer/growth/tree.py": "by numbers of drafts",
+    "engine/proposer/tree.py": "by numbers of drafts",
     "engine/proposer/draft_model/ahead_drafter.py": "by numbers of drafts",
     **{f"{name}.py": "functions of libraries" for name in KERNELS.split()},
 }

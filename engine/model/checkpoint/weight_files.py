@@ -28,7 +28,6 @@ SHA256_DIGITS = 64
 
 _DIGEST = re.compile(f"[0-9a-f]{{{SHA256_DIGITS}}}")
 _LARGE_BYTES = 64 << 20  # reading a smaller file takes less than a stored digest would save
-_UNSETTLED_NS = 2_000_000_000  # file systems count time in steps of up to 2 s
 _MAX_NOTES = 256
 
 
@@ -63,7 +62,8 @@ def _noted_digest(file: Path) -> str:
             return noted
         began_ns = time.time_ns()
         digest = _read(file)
-        if _identity(file) == identity and began_ns - max(identity[-2:]) > _UNSETTLED_NS:
+        is_settled = began_ns - max(identity[-2:]) > 2e9  # file systems count time in steps of up to 2 s
+        if is_settled and _identity(file) == identity:
             text.seek(0)
             text.truncate()
             text.write(digest)

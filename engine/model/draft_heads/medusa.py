@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.kv_cache.pool import LayerShape
-from engine.model.draft_heads.block_format import check_size
-from engine.model.draft_heads.checkpoint import Weights, head_folder, read_config, read_tensors
+from engine.model.draft_heads.checkpoint import Weights, check_size, head_folder, read_config, read_tensors
 from engine.model.draft_heads.head import BlockLogits, no_lm_head
 from engine.model.draft_heads.published import TargetShape
 from engine.model.forward_batch import UNKNOWN, ForwardBatch, HiddenStateTaps

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, Qwen3Config
 from transformers.activations import ACT2FN
 
 from engine.config import HeadKind
-from engine.model.draft_heads.block_format import MASK_IDS, BlockFormat, check_size, read_block
+from engine.model.draft_heads.checkpoint import MASK_IDS, BlockFormat, check_size, read_block
 from engine.model.forward_batch import HiddenStateTaps
 from protos.errors import ConfigError
 

@@ -24,7 +24,6 @@ from engine.model.linear.packed_linear import Linear, LinearFactory
 from protos.errors import ConfigError
 
 _HEIGHTS = (1, 2, 4, 8, 16, 32, 64, 128)
-_NUM_COMPARED = 256  # numbers of a height's trial, or all that `_HEIGHTS[-1]` rows give
 
 
 def batch_invariant_factory(make_linear: LinearFactory, dtype: torch.dtype | None = None) -> LinearFactory:
@@ -92,7 +91,7 @@ def batch_invariant_heights(
     # The base height. Passes with fewer rows are common and must not cost much padding.
     base_height = max(8, heights[0])
     expected = torch.cat([function(tile) for tile in torch.split(rows, base_height)])
-    num_rows = -(-_NUM_COMPARED // expected.shape[1])
+    num_rows = -(-256 // expected.shape[1])  # that give 256 numbers, or all rows
     found = tuple(height for height in heights if _is_batch_invariant(function, rows, expected, height, num_rows))
     if base_height not in found:
         raise ConfigError(

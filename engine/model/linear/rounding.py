@@ -25,8 +25,6 @@ _HUGE = torch.finfo(torch.float16).max
 _TIMES = (-8, *range(7, 0, -1), *range(8, 16))  # of a step in the greatest number of a group
 _ENDS = (-32, -31, -33, -34, 31.5)  # numbers of 6 bits tried for a group's number farthest from zero
 _LEAST_EXPONENT = 127 - 20  # of a byte's scale, as a float has it
-_SMALLER = 2  # scales tried, and one more
-_TURNS = 3  # zeros tried from each start
 
 
 def to_int8_groups(weight: Tensor, group_size: int, times: Seq[int] = ()) -> QuantizedWeight:
@@ -102,14 +100,14 @@ def _fitted_by_torch(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     widest = scale_bytes((most - least) / 15).int()
     fewest = torch.full_like(least, torch.inf)
     scales, zeros = torch.zeros_like(widest), torch.zeros_like(least)
-    for smaller in range(_SMALLER + 1):
+    for smaller in range(3):  # as fit.c tries them
         byte = (widest - smaller).clamp_(min=0)
         scale = scale_of(byte)
         low, high = -least / scale, 15 - most / scale
         # From each start the zero moves by the mean error of the rounding, a few times.
         for start in (low, high, (low + high) / 2):
             zero = start
-            for _ in range(_TURNS):
+            for _ in range(3):
                 zero = (16 * zero).round_().clamp_(0, 255) / 16
                 exact = groups / scale[:, None] + zero[:, None]
                 off = exact.round().clamp_(0, 15) - exact

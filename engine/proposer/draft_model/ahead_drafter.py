@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from engine.batch.draft import Offer
+from engine.proposer.chain import Chain, masked, row_after
 from engine.proposer.draft_model.draft_model import DraftModel, DraftSequence
-from engine.proposer.growth.chain import Chain, masked, row_after
 from engine.sampling.logits_row import LogitsRow
 from engine.sequence.sequence import RequestTokens
 from protos.messages import VerifyMode

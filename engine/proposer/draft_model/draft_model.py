@@ -17,9 +17,9 @@ from engine.batch.indexing import index_tensor
 from engine.batch.span import Span
 from engine.kv_cache.block_manager import BlockManager
 from engine.model.runner.model_runner import ModelRunner
-from engine.proposer.growth.chain import Chain, ChainSampler, begun, next_steps
-from engine.proposer.growth.tree import Blocks, Tree, TreeSampler
-from engine.proposer.vocab_mapping.translation import Translation
+from engine.proposer.chain import Chain, ChainSampler, begun, next_steps
+from engine.proposer.translation import Translation
+from engine.proposer.tree import Blocks, Tree, TreeSampler
 from engine.sampling.grammar import GrammarMatcher
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.sampling.sampler import Sampler

@@ -9,10 +9,10 @@ from dataclasses import replace
 from engine.accounting.engine_stats import TranslationCounts
 from engine.batch.draft import NO_DRAFT, Draft
 from engine.config import CacheConfig, ModelConfig, SchedulerConfig, TreeConfig
+from engine.proposer.byte_vocabulary import TextReader
 from engine.proposer.draft_model.ahead_drafter import AheadDrafter
 from engine.proposer.draft_model.model_proposer import ModelProposer
-from engine.proposer.vocab_mapping.byte_vocabulary import TextReader
-from engine.proposer.vocab_mapping.translation import DraftVocabulary, SharedTokens, VocabularyPair, choose_vocabulary
+from engine.proposer.translation import DraftVocabulary, SharedTokens, VocabularyPair, choose_vocabulary
 from engine.sequence.batch import DraftQuery, UnscheduledQuery
 from engine.sequence.sequence import DraftRule, RequestTokens
 from protos.messages import SamplingParams, VerifyMode

@@ -24,11 +24,11 @@ from engine.kv_cache.state_pool import StateSlots, check_draft
 from engine.model.draft_heads.head import BlockLogits
 from engine.model.loader import load_config, tokenizer_file
 from engine.model.runner.model_runner import ModelRunner
+from engine.proposer.chain import Chain
 from engine.proposer.draft_model.ahead_drafter import FAN_OUT, AheadDrafter
 from engine.proposer.draft_model.draft_model import DraftModel, DraftSequence
-from engine.proposer.growth.chain import Chain
-from engine.proposer.growth.tree import Blocks, Tree, tree_of
-from engine.proposer.vocab_mapping.translation import SameVocabulary, Translation
+from engine.proposer.translation import SameVocabulary, Translation
+from engine.proposer.tree import Blocks, Tree, tree_of
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.sequence.batch import DraftQuery
 from engine.sequence.sequence import RequestTokens

@@ -31,7 +31,7 @@ from engine.proposer.draft_model.ahead_drafter import PendingPass
 from engine.proposer.draft_model.draft_model import DraftModel
 from engine.proposer.draft_model.loader import load_drafter
 from engine.proposer.draft_model.model_proposer import ModelProposer
-from engine.proposer.vocab_mapping.translation import SameVocabulary
+from engine.proposer.translation import SameVocabulary
 from engine.sampling.logits_row import LogitsRow
 from engine.sampling.noise import noise_keys
 from engine.sampling.step_draw import MAX_TOP_K

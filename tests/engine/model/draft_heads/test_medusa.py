@@ -23,7 +23,7 @@ from engine.model.draft_heads.loader import HeadTarget
 from engine.model.draft_heads.medusa import MedusaHeads
 from engine.model.draft_heads.published import TargetShape
 from engine.model.forward_batch import UNKNOWN
-from engine.proposer.hidden_state.state_proposer import BlockProposer
+from engine.proposer.state_proposer import BlockProposer
 from engine.sequence.sequence import Sequence
 from engine.verifier import rejection_rule
 from protos.errors import ConfigError

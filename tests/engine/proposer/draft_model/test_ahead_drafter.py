@@ -12,8 +12,8 @@ import pytest
 
 from engine.batch.draft import Draft, Offer, SparseDistribution
 from engine.model.runner.model_runner import ModelRunner
+from engine.proposer.chain import Chain
 from engine.proposer.draft_model.ahead_drafter import AheadDrafter, Branch, PendingPass
-from engine.proposer.growth.chain import Chain
 from engine.sequence.sequence import Sequence
 from protos.messages import SamplingParams, VerifyMode
 from tests.engine.fixtures.builders import make_scheduled, sequence_of

@@ -20,9 +20,9 @@ from engine.model.draft_heads.mtp import MtpHead
 from engine.model.draft_heads.self_draft import SelfDraft
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer import GuardedProposer, NoProposer, Proposer
-from engine.proposer.growth.chain import Chain, ChainSampler, next_steps
-from engine.proposer.growth.tree import Tree, TreeSampler, tree_of
-from engine.proposer.hidden_state.state_proposer import BlockProposer, MtpProposer, RecurrentProposer, StateProposer
+from engine.proposer.chain import Chain, ChainSampler, next_steps
+from engine.proposer.state_proposer import BlockProposer, MtpProposer, RecurrentProposer, StateProposer
+from engine.proposer.tree import Tree, TreeSampler, tree_of
 from engine.sampling.sampler import Sampler
 from engine.sequence.batch import DraftQuery
 from engine.sequence.sequence import RequestTokens

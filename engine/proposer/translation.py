@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.accounting.engine_stats import TranslationCounts
 from engine.model.checkpoint.end_tokens import find_end_tokens
 from engine.model.loader import load_config, model_folder, tokenizer_file
-from engine.proposer.vocab_mapping.byte_vocabulary import ByteVocabulary, names_of, read_tokenizer
+from engine.proposer.byte_vocabulary import ByteVocabulary, names_of, read_tokenizer
 from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)

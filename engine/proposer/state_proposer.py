@@ -23,8 +23,8 @@ from engine.config import TreeConfig
 from engine.model.draft_heads.head import BlockHead, DraftHead, RecurrentHead
 from engine.model.draft_heads.mtp import MtpHead
 from engine.model.runner.model_runner import ModelRunner
-from engine.proposer.growth.chain import Chain, ChainSampler, begun, next_steps
-from engine.proposer.growth.tree import Blocks, Tree, TreeSampler, tree_of
+from engine.proposer.chain import Chain, ChainSampler, begun, next_steps
+from engine.proposer.tree import Blocks, Tree, TreeSampler, tree_of
 from engine.sampling.sampler import Sampler
 from engine.sequence.batch import DraftQuery
 from engine.sequence.sequence import RequestTokens

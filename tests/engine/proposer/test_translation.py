@@ -13,8 +13,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.proposer.vocab_mapping.byte_vocabulary import ByteVocabulary, TextReader, names_of
-from engine.proposer.vocab_mapping.translation import (
+from engine.proposer.byte_vocabulary import ByteVocabulary, TextReader, names_of
+from engine.proposer.translation import (
     DraftVocabulary,
     ModelTokens,
     SameVocabulary,

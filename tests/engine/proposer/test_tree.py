@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from engine.batch.draft import Draft, depths
-from engine.proposer.growth import tree as tree_module
-from engine.proposer.growth.tree import ROOT, Tree, TreeSampler, best_parents, tree_of
+from engine.proposer import tree as tree_module
+from engine.proposer.tree import ROOT, Tree, TreeSampler, best_parents, tree_of
 from engine.sampling.sampler import Sampler
 from engine.sequence.sequence import Sequence
 from engine.verifier import rejection

@@ -27,7 +27,7 @@ from engine.batch.draft import Draft, SparseDistribution
 from engine.batch.span import Span
 from engine.model.draft_heads.head import BlockLogits
 from engine.native.library import are_finite
-from engine.proposer.growth.chain import Chain, ChainSampler, masked, row_after
+from engine.proposer.chain import Chain, ChainSampler, masked, row_after
 from engine.sampling.grammar import GrammarMatcher
 from engine.sampling.logits_row import LogitsRow
 from engine.sampling.noise import Purpose, random_bits

@@ -1,1 +1,0 @@
-"""Growing drafts: chains and trees, and the choice of their tokens."""
