@@ -35,7 +35,6 @@ from engine.model.cuda_graphs.buckets import sized
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer import NoProposer, Proposer
 from engine.remote_prefill.fetch_table import PrefillLoad, PrefillSource
-from engine.sampling.sampler import Sampler
 from engine.scheduler.async_scheduling import AsyncScheduling
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence.sequence import Sequence
@@ -161,7 +160,7 @@ class GpuBench:
         source = CopiedPrefill(self.runner, self._text_blocks)
         scheduler = Scheduler(self._limits, blocks, self.runner.max_model_len, source)
         speculation = SpeculationConfig(mode.num_drafts, tree=mode.tree)
-        verifier = Verifier(Sampler())
+        verifier = Verifier()
         overlaps = mode.overlaps and self.runner.can_overlap
         overlap = AsyncScheduling(self.runner, scheduler, verifier) if overlaps else None
         parts = Speculation(proposer, verifier, speculation, overlap=overlap)

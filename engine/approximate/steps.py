@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from engine.accounting.engine_stats import ReasoningStats
-from engine.approximate.reasoning_sequence import Phase, ReasoningSequence, StepScorer, StepText, make_scorer
+from engine.approximate.reasoning_sequence import Phase, ReasoningSequence, StepText, make_scorer
 from engine.batch.draft import NO_DRAFT, Draft
 from engine.config import StepConfig
 from engine.proposer import Proposer
@@ -43,29 +43,35 @@ class StepSpeculation:
 
     Args:
         config: Threshold, lengths and number of steps.
-        text: Finds the boundaries of steps.
-        scorer: Scores a step.
+        tokenizer_file: The target's tokenizer.json; None if it has none.
+        vocab_size: The number of the target's token ids.
         proposer: Drafts for everything else.
         writer: The draft that writes steps; may be `proposer` or a part of it.
         verifier: Verifies everything else.
-        vocab_size: The number of the target's token ids.
+
+    Raises:
+        ConfigError: the model has no tokenizer.json, or the scorer cannot use it.
     """
 
     def __init__(
         self,
         config: StepConfig,
-        text: StepText,
-        scorer: StepScorer,
+        tokenizer_file: Path | None,
+        vocab_size: int,
         *,
         proposer: Proposer,
         writer: Proposer,
         verifier: Verifier,
-        vocab_size: int,
     ) -> None:
+        if tokenizer_file is None:
+            raise ConfigError(
+                "speculation.steps needs the target's tokenizer.json, which does not exist; remove the steps"
+            )
+        tokenizer = Tokenizer.from_file(str(tokenizer_file))
         self.stats = ReasoningStats()
         self._config = config
-        self._text = text
-        self._scorer = scorer
+        self._text = StepText(tokenizer, config)
+        self._scorer = make_scorer(config, tokenizer)
         self._proposer = proposer
         self._writer = writer
         self._verifier = verifier
@@ -253,30 +259,3 @@ class StepSpeculation:
         self._writer.close(reasoning.draft_sequence.request_id)
         reasoning.release()
         self._writer.open(reasoning.new_draft_sequence())
-
-
-def step_speculation(
-    config: StepConfig,
-    tokenizer_file: Path | None,
-    vocab_size: int,
-    proposer: Proposer,
-    writer: Proposer,
-    verifier: Verifier,
-) -> StepSpeculation:
-    """Return step speculation that uses the target's tokenizer.
-
-    Raises:
-        ConfigError: the model has no tokenizer.json, or the scorer cannot use it.
-    """
-    if tokenizer_file is None:
-        raise ConfigError("speculation.steps needs the target's tokenizer.json, which does not exist; remove the steps")
-    tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    return StepSpeculation(
-        config,
-        StepText(tokenizer, config),
-        make_scorer(config, tokenizer),
-        proposer=proposer,
-        writer=writer,
-        verifier=verifier,
-        vocab_size=vocab_size,
-    )

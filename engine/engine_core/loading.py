@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.accounting.rates import RateMeter
-from engine.approximate.steps import step_speculation
+from engine.approximate.steps import StepSpeculation
 from engine.config import EngineConfig
 from engine.engine_core.core import EngineCore, Speculation
 from engine.kv_cache.block_manager import BlockManager
@@ -25,7 +25,6 @@ from engine.proposer.own_proposers import LiveHead, self_proposer
 from engine.remote_prefill.kv_transfer import KVTransport
 from engine.remote_prefill.remote_prefill import RemotePrefill
 from engine.sampling.grammar_compiler import GrammarCompiler
-from engine.sampling.sampler import Sampler
 from engine.scheduler.async_scheduling import AsyncScheduling
 from engine.scheduler.scheduler import Scheduler
 from engine.verifier.verifier import Verifier
@@ -91,15 +90,21 @@ def _load_speculation(
     models: Mapping[str, Proposer],
 ) -> Speculation:
     """Return the parts that draft and verify. The configuration's head drafts if it has one, otherwise `proposer`."""
-    speculation, verifier, steps = config.speculation, Verifier(Sampler()), None
+    speculation, verifier, steps = config.speculation, Verifier(), None
     head = None if runner.head is None else LiveHead(runner, speculation.tree)
     own = head or self_proposer(runner, speculation.tree)
     if own is not None and config.head is not None:
         assert proposer is None, "one of the two drafts"
         proposer = proposer_of(speculation.methods, own, SpeculationMethod(config.head.kind), models)
     elif proposer is not None and speculation.steps is not None and speculation.can_draft:
-        tokenizer, writer = tokenizer_file(config.model.path), step_writer or proposer
-        steps = step_speculation(speculation.steps, tokenizer, runner.vocab_size, proposer, writer, verifier)
+        steps = StepSpeculation(
+            speculation.steps,
+            tokenizer_file(config.model.path),
+            runner.vocab_size,
+            proposer=proposer,
+            writer=step_writer or proposer,
+            verifier=verifier,
+        )
     can_overlap = runner.can_overlap and head is None and steps is None
     overlap = AsyncScheduling(runner, scheduler, verifier) if can_overlap else None
     if proposer is None:

@@ -47,7 +47,9 @@ class ByteVocabulary:
             token_id: spelling(name) for token_id, name in self.names.items() if token_id not in self.special_ids
         }
         self.id_of: dict[bytes, int] = {}
-        for token_id in sorted(self._bytes, key=lambda each: (_is_byte_token(self.names[each]), each)):
+        for token_id in sorted(
+            self._bytes, key=lambda each: (_BYTE_TOKEN.fullmatch(self.names[each]) is not None, each)
+        ):
             self.id_of.setdefault(self._bytes[token_id], token_id)
         self.id_of.pop(b"", None)
 
@@ -102,7 +104,7 @@ class ByteVocabulary:
         try:
             return self.encode(data.decode())
         except UnicodeDecodeError:
-            return [self.id_of[each] for each in map(_byte, data) if each in self.id_of]
+            return [self.id_of[each] for value in data if (each := bytes((value,))) in self.id_of]
 
     def ends(self, token_ids: Seq[int]) -> list[int]:
         """Return the end of each token in the bytes of all tokens."""
@@ -124,14 +126,6 @@ def names_of(core: TokenizerCore, vocab_size: int) -> dict[int, str]:
     """Return the name of each id below `vocab_size`, control tokens included."""
     names = core.get_vocab(with_added_tokens=True)
     return {token_id: name for name, token_id in names.items() if token_id < vocab_size}
-
-
-def _is_byte_token(name: str) -> bool:
-    return _BYTE_TOKEN.fullmatch(name) is not None
-
-
-def _byte(value: int) -> bytes:
-    return bytes((value,))
 
 
 _SPACES = b" \n\t\r"

@@ -184,8 +184,8 @@ class ChainSampler:
     tokens waits, for all of them at once.
     """
 
-    def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
+    def __init__(self) -> None:
+        self._sampler = Sampler()
         self._unread: list[tuple[Seq[Chain], Tensor]] = []  # -1 - id for a token whose logits were not finite
 
     def extend(self, chains: Seq[Chain], logits: Tensor) -> Tensor:

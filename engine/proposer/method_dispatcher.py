@@ -63,14 +63,14 @@ class HybridProposer:
             if turn is None:
                 drafts.append(next(answers))
                 continue
-            draft = self._matched(turn, query) if turn.is_match else next(answers)
+            if turn.is_match:
+                draft = Draft(turn.token_ids[: query.max_draft_tokens], source=self._matcher.source)
+            else:
+                draft = next(answers)
             # The committed tokens do not show the acceptance of a tree.
             turn.token_ids = () if draft.parents else draft.token_ids
             drafts.append(draft)
         return drafts
-
-    def _matched(self, turn: _HybridDraft, query: DraftQuery) -> Draft:
-        return Draft(turn.token_ids[: query.max_draft_tokens], source=self._matcher.source)
 
     def commit(self, sequences: Seq[RequestTokens]) -> None:
         """Record the acceptance of the last drafts, and choose for the next pass."""
@@ -110,7 +110,8 @@ class HybridProposer:
         return turn
 
     def _better_turn(self, sequence: RequestTokens) -> _HybridDraft:
-        base_len, other_kind = len(sequence.token_ids), _kind_of_other(sequence)
+        base_len = len(sequence.token_ids)
+        other_kind = "other, greedy" if sequence.is_greedy else "other, sampled"
         match = self._matcher.match(sequence, min(sequence.num_wanted_matches, _MAX_LENGTH))
         if match is None:
             return _HybridDraft(other_kind, base_len)
@@ -139,10 +140,6 @@ class HybridProposer:
         equal = np.equal(committed, turn.token_ids[: len(committed)])
         num_accepted = min(int(np.cumprod(equal).sum()), num_drafts)
         self._acceptance.observe([turn.kind], [turn.kind], [num_drafts], [num_accepted])
-
-
-def _kind_of_other(sequence: RequestTokens) -> str:
-    return "other, greedy" if sequence.is_greedy else "other, sampled"
 
 
 Ranking = tuple[Proposer, ...]

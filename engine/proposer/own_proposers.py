@@ -23,7 +23,6 @@ from engine.proposer import GuardedProposer, NoProposer, Proposer
 from engine.proposer.chain import Chain, ChainSampler, next_steps
 from engine.proposer.state_proposer import BlockProposer, MtpProposer, RecurrentProposer, StateProposer
 from engine.proposer.tree import Tree, TreeSampler, tree_of
-from engine.sampling.sampler import Sampler
 from engine.sequence.batch import DraftQuery
 from engine.sequence.sequence import RequestTokens
 
@@ -40,8 +39,8 @@ class SelfProposer(NoProposer):
         self._runner = runner
         self._draft = draft
         self._tree_config = tree
-        self._chain_sampler = ChainSampler(Sampler())
-        self._tree_sampler = TreeSampler(Sampler())
+        self._chain_sampler = ChainSampler()
+        self._tree_sampler = TreeSampler()
 
     @torch.inference_mode()
     def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:

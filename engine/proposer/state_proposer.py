@@ -25,7 +25,6 @@ from engine.model.draft_heads.mtp import MtpHead
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.chain import Chain, ChainSampler, begun, next_steps
 from engine.proposer.tree import Blocks, Tree, TreeSampler, tree_of
-from engine.sampling.sampler import Sampler
 from engine.sequence.batch import DraftQuery
 from engine.sequence.sequence import RequestTokens
 
@@ -52,8 +51,8 @@ class StateProposer(ABC):
         # The newest state of each open sequence, [S], and the number of committed tokens that it was computed for.
         self._newest: dict[str, tuple[Tensor, int] | None] = {}
         self.has_overflowed = False
-        self._chain_sampler = ChainSampler(Sampler())
-        self._tree_sampler = TreeSampler(Sampler())
+        self._chain_sampler = ChainSampler()
+        self._tree_sampler = TreeSampler()
 
     def open(self, sequence: RequestTokens) -> None:
         self._newest[sequence.request_id] = None

@@ -247,8 +247,8 @@ _LANES_PER_RANK = 1 << 16  # more than the depth of any draft
 class TreeSampler:
     """Chooses children with the target's sampler."""
 
-    def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
+    def __init__(self) -> None:
+        self._sampler = Sampler()
 
     def branch(self, trees: Seq[Tree], logits: Tensor) -> None:
         """Add children to every tree's level; `logits [R, V] float32` has a row for each node of the levels.

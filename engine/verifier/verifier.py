@@ -29,8 +29,8 @@ _Rule = tuple[bool, VerifyMode]  # (is a tree, mode): tasks of one rule are veri
 class Verifier:
     """Turns the target's logits and the drafts of a step into committed tokens."""
 
-    def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
+    def __init__(self) -> None:
+        self._sampler = Sampler()
 
     def verify(self, logits: Tensor, tasks: Seq[VerifyTask]) -> list[VerifyResult]:
         """Verify every task against its rows of `logits [R, V] float32`; return results in the order of the tasks.

@@ -118,12 +118,9 @@ def _columns(stored: StoredWeight, tensors: Mapping[str, Tensor]) -> Tensor | No
     """Return the group of each input, [in]; None where whole groups follow each other."""
     groups, (_, step) = _group_index(tensors), stored.step
     if groups is not None and bool((groups >= 0).all()):
-        return None if _is_in_order(groups, step) else groups.long()
+        is_in_order = len(groups) % step == 0 and torch.equal(groups.long(), torch.arange(len(groups)) // step)
+        return None if is_in_order else groups.long()
     return None if stored.shape[1] % step == 0 else torch.arange(stored.shape[1]) // step
-
-
-def _is_in_order(groups: Tensor, step: int) -> bool:
-    return len(groups) % step == 0 and torch.equal(groups.long(), torch.arange(len(groups)) // step)
 
 
 def gguf_numbers(blocks: Any, kind: str) -> Tensor:

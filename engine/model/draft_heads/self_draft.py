@@ -9,7 +9,6 @@ layers: it starts from the target's state before that token, and leaves its own 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence as Seq
 from typing import Any
 
 import torch
@@ -87,9 +86,10 @@ def check_self(config: HeadConfig, target: PreTrainedModel, quantization: Quanti
     text = target.config.get_text_config()
     model_type, num_layers = text.model_type, text.num_hidden_layers
     types = [name for name, family in FAMILIES.items() if family.runs_anywhere]
+    known = ", ".join(map(repr, types))
     if device.type != "cpu" and (model_type not in types or not FusedDecoder.fits_config(target.config)):
         raise ConfigError(
-            f"draft.kind is 'self', which on {device.type!r} needs a model of type {_listed(types)} that our own "
+            f"draft.kind is 'self', which on {device.type!r} needs a model of type {known} that our own "
             f"decoder computes, but the target's is {model_type!r}; choose another draft.kind"
         )
     if config.num_layers is not None and config.num_layers >= num_layers:
@@ -107,7 +107,3 @@ def check_self(config: HeadConfig, target: PreTrainedModel, quantization: Quanti
     if is_packed_anew:
         remedy = f"set it to 'none' and draft.num_layers to less than {num_layers}"
         check_can_quantize("draft.quantization", config.quantization, device, remedy)
-
-
-def _listed(names: Seq[str]) -> str:
-    return ", ".join(map(repr, names))

@@ -144,16 +144,15 @@ def encoded(value: Any, keep: Callable[[Tensor], int]) -> Any:
         case torch.dtype():
             return {"dtype": str(value).removeprefix("torch.")}
         case Storable():
-            return {"kind": type(value).__name__, "attributes": _each(vars(value), keep)}
+            return {
+                "kind": type(value).__name__,
+                "attributes": {name: encoded(each, keep) for name, each in vars(value).items()},
+            }
         case tuple():
             return {"items": [encoded(each, keep) for each in value]}
         case None | bool() | int() | float() | str():
             return value
     raise TypeError(f"a {type(value).__name__} cannot be stored")
-
-
-def _each(attributes: dict[str, Any], keep: Callable[[Tensor], int]) -> dict[str, Any]:
-    return {name: encoded(value, keep) for name, value in attributes.items()}
 
 
 def decoded(value: Any, tensor: Callable[[int], Tensor]) -> Any:

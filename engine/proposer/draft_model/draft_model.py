@@ -22,7 +22,6 @@ from engine.proposer.translation import Translation
 from engine.proposer.tree import Blocks, Tree, TreeSampler
 from engine.sampling.grammar import GrammarMatcher
 from engine.sampling.grammar_compiler import GrammarCompiler
-from engine.sampling.sampler import Sampler
 from engine.sequence.sequence import RequestTokens, TokenBlocks, num_equal, span_states
 from protos.errors import RequestError
 
@@ -280,8 +279,8 @@ class DraftModel:
         self.sequences = DraftSequences(blocks, translation, grammars)
         self.translation = translation
         self.mask_id = mask_id
-        self.sampler = ChainSampler(Sampler())
-        self.tree_sampler = TreeSampler(Sampler())
+        self.sampler = ChainSampler()
+        self.tree_sampler = TreeSampler()
         self._max_tokens_per_round = max_tokens_per_round
 
     def prefill(self, jobs: Seq[PrefillJob]) -> tuple[list[PrefillJob], Tensor]:

@@ -20,7 +20,6 @@ from engine.config import SchedulerConfig, SpeculationConfig, TreeConfig
 from engine.engine_core import EngineCore, Speculation
 from engine.kv_cache.block_manager import BlockManager
 from engine.proposer import NoProposer, Proposer
-from engine.sampling.sampler import Sampler
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence.batch import ScheduledSequence
 from engine.sequence.sequence import Sequence
@@ -59,7 +58,7 @@ def make_core(
         Scheduler(SchedulerConfig(8, max_tokens_per_step), blocks, max_model_len=100),
         Speculation(
             proposer or NoProposer(),
-            Verifier(Sampler()),
+            Verifier(),
             SpeculationConfig(num_drafts, methods=(SpeculationMethod.MODEL,), adaptive=adaptive, tree=tree),
         ),
     )

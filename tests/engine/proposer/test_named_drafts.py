@@ -11,7 +11,6 @@ from engine.engine_core import EngineCore, Speculation
 from engine.kv_cache.block_manager import BlockManager
 from engine.proposer import GuardedProposer, Proposer
 from engine.proposer.method_dispatcher import proposer_of
-from engine.sampling.sampler import Sampler
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence.sequence import Sequence
 from engine.verifier.verifier import Verifier
@@ -29,7 +28,7 @@ def core_of(model: Proposer, prose: Proposer, code: Proposer, methods: tuple[str
     return EngineCore(
         FakeRunner(256, 4, V),
         Scheduler(SchedulerConfig(64, 512), blocks, max_model_len=100),
-        Speculation(proposer, Verifier(Sampler()), SpeculationConfig(4, methods=methods, adaptive=True)),
+        Speculation(proposer, Verifier(), SpeculationConfig(4, methods=methods, adaptive=True)),
     )
 
 

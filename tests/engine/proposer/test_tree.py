@@ -13,7 +13,6 @@ import torch
 from engine.batch.draft import Draft, depths
 from engine.proposer import tree as tree_module
 from engine.proposer.tree import ROOT, Tree, TreeSampler, best_parents, tree_of
-from engine.sampling.sampler import Sampler
 from engine.sequence.sequence import Sequence
 from engine.verifier import rejection
 from protos.messages import SamplingParams, VerifyMode
@@ -37,7 +36,7 @@ def grow(
 ) -> list[Draft]:
     """Grows trees with a tabular draft model."""
     trees = [Tree(sequence, sequence, parents, num_nodes, max_depth, sequence.matcher) for sequence in sequences]
-    sampler, growing = TreeSampler(Sampler()), trees
+    sampler, growing = TreeSampler(), trees
     while growing:
         rows = [row for tree in growing for row in tree.rows]
         sampler.branch(growing, model.logits([[*row.token_ids, *row.draft_ids] for row in rows]).float())
@@ -174,7 +173,7 @@ def test_only_drafts_that_are_matched_choose_their_shape_by_their_tokens() -> No
 def test_levels_lie_one_behind_the_other_and_name_their_parents() -> None:
     sequence = new_sequence(SamplingParams(temperature=0.0))
     tree = Tree(sequence, sequence, PARENTS, len(PARENTS), 2, sequence.matcher)
-    TreeSampler(Sampler()).branch([tree], torch.tensor([[0.0, 3.0, 2.0, 1.0]]))
+    TreeSampler().branch([tree], torch.tensor([[0.0, 3.0, 2.0, 1.0]]))
     span = tree.span()
     assert (list(span.token_ids), span.start, span.num_logits, list(span.parents)) == ([1, 2], 2, 2, [-1, -1])
     assert tree.num_slots == 4

@@ -22,7 +22,6 @@ from engine.proposer import NoProposer, Proposer
 from engine.proposer.text_match.text_matcher import NgramProposer
 from engine.remote_prefill.kv_transfer import FetchNews, KVChunk
 from engine.remote_prefill.remote_prefill import RemotePrefill
-from engine.sampling.sampler import Sampler
 from engine.scheduler.scheduler import Scheduler
 from engine.verifier.verifier import Verifier
 from protos.messages import FinishReason, GenerateRequest, SamplingParams, TokenChunk
@@ -126,7 +125,7 @@ def build(model: ModelConfig, setup: PrefillSetup) -> PrefilledEngine:
     core = EngineCore(
         runner,
         scheduler,
-        Speculation(setup.proposer(), Verifier(Sampler()), SpeculationConfig(setup.num_drafts)),
+        Speculation(setup.proposer(), Verifier(), SpeculationConfig(setup.num_drafts)),
     )
     return PrefilledEngine(core, source, transport, remote, clock)
 

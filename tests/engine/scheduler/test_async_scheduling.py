@@ -17,7 +17,6 @@ from engine.config import SchedulerConfig, SpeculationConfig
 from engine.engine_core import EngineCore, Speculation
 from engine.kv_cache.block_manager import BlockManager
 from engine.proposer import NoProposer, Proposer
-from engine.sampling.sampler import Sampler
 from engine.scheduler import async_scheduling as overlap
 from engine.scheduler.async_scheduling import AsyncScheduling, InFlightBatch
 from engine.scheduler.scheduler import Scheduler
@@ -60,7 +59,7 @@ def make_core(
     limits = SchedulerConfig(max_num_sequences, max_tokens_per_step)
     clock = clock or PassClock()
     scheduler = Scheduler(limits, blocks, max_model_len=100, clock=clock)
-    verifier = Verifier(Sampler())
+    verifier = Verifier()
     return EngineCore(
         runner,
         scheduler,

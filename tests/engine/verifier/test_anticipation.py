@@ -16,7 +16,6 @@ from torch import Tensor
 from engine.accounting.length_policy import LengthPolicy
 from engine.accounting.record import SequencePass
 from engine.batch.draft import WEIGHT_SUM, Draft
-from engine.sampling.sampler import Sampler
 from engine.sampling.sparse_distribution import probability_of
 from engine.sequence.sequence import Sequence
 from engine.verifier import rejection_rule
@@ -104,7 +103,7 @@ def one_pass(
     for sequence, draft in zip(sequences, drafts, strict=True):
         tasks.append(VerifyTask(sequence, draft, len(prefixes)))
         prefixes += [[*sequence.token_ids, *draft.token_ids[:i]] for i in range(len(draft.token_ids) + 1)]
-    verified = Verifier(Sampler()).verify(logits_of(prefixes).float(), tasks)
+    verified = Verifier().verify(logits_of(prefixes).float(), tasks)
     passes = []
     for sequence, draft, outcome in zip(sequences, drafts, verified, strict=True):
         sequence.token_ids += outcome.token_ids

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from engine.batch.draft import WEIGHT_SUM, Draft, SparseDistribution
-from engine.sampling.sampler import Sampler
 from engine.verifier import block
 from engine.verifier.rejection_rule import NO_PROPOSAL
 from engine.verifier.verifier import Verifier
@@ -130,7 +129,7 @@ def test_drafts_after_a_row_without_finite_logits_change_nothing(mode: VerifyMod
         ]
         logits = pair.target.logits(prefixes).float()
         logits[2 :: num_drafts + 1] = float("nan")
-        emitted.append([result.token_ids for result in Verifier(Sampler()).verify(logits, tasks)])
+        emitted.append([result.token_ids for result in Verifier().verify(logits, tasks)])
     assert emitted[0] == emitted[1]
     assert {len(token_ids) for token_ids in emitted[0]} == {1, 2}
 

@@ -11,7 +11,6 @@ import torch
 
 from engine.batch.draft import NO_DRAFT, Draft
 from engine.proposer.text_match.text_matcher import NgramProposer
-from engine.sampling.sampler import Sampler
 from engine.sequence.sequence import Sequence
 from engine.verifier.verifier import Verifier, match
 from engine.verifier.verify_task import VerifyResult, VerifyTask
@@ -114,7 +113,7 @@ def test_bad_words_and_early_stop_tokens_never_appear() -> None:
 
 
 def verify_one(sequence: Sequence, draft: Draft, logits: torch.Tensor) -> VerifyResult:
-    (verified,) = Verifier(Sampler()).verify(logits, [VerifyTask(sequence, draft, 0)])
+    (verified,) = Verifier().verify(logits, [VerifyTask(sequence, draft, 0)])
     return verified
 
 
@@ -157,13 +156,13 @@ def test_rows_of_mixed_modes_find_their_own_logits() -> None:
         tasks.append(VerifyTask(new_sequence(greedy, mode), Draft((index + 1, index + 2)), 5 * index + 1))
         for row in range(3):
             logits[5 * index + 1 + row, index + 1 + row] = 5.0
-    assert [verified.token_ids for verified in Verifier(Sampler()).verify(logits, tasks)] == [
+    assert [verified.token_ids for verified in Verifier().verify(logits, tasks)] == [
         (index + 1, index + 2, index + 3) for index in range(4)
     ]
 
 
 def test_an_empty_step_verifies_nothing() -> None:
-    assert Verifier(Sampler()).verify(torch.zeros(0, 12), []) == []
+    assert Verifier().verify(torch.zeros(0, 12), []) == []
 
 
 def test_a_draft_outside_the_vocabulary_ends_the_pass_there() -> None:

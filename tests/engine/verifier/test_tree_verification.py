@@ -372,7 +372,7 @@ def test_logprobs_come_from_the_rows_on_the_path() -> None:
     best = logits.argmax(dim=1).tolist()
     other = (best[0] + 1) % 12
     draft = Draft((other, best[0], best[2]), (), (-1, -1, 1))
-    (verified,) = Verifier(Sampler()).verify(logits, [VerifyTask(new_sequence(sampling), draft, 0)])
+    (verified,) = Verifier().verify(logits, [VerifyTask(new_sequence(sampling), draft, 0)])
     assert verified.path == (1, 2)
     assert [each.token_id for each in verified.logprobs] == [best[0], best[2], best[3]]
     for row, answer in zip((0, 2, 3), verified.logprobs, strict=True):

@@ -12,7 +12,6 @@ from engine.batch.span import Span
 from engine.config import CacheConfig, EngineConfig, GraphConfig, GraphKind, ModelConfig, SchedulerConfig
 from engine.engine_core.loading import load_engine
 from engine.model.runner.model_runner import ModelRunner
-from engine.sampling.sampler import Sampler
 from engine.verifier.verifier import Verifier
 from engine.verifier.verify_task import IMPOSSIBLE_ID, VerifyTask
 from protos.messages import GenerateRequest, Grammar, GrammarKind, SamplingParams
@@ -34,14 +33,14 @@ def test_tokens_are_drawn_without_reading_anything_back() -> None:
     for row, sampling in enumerate(samplings):
         sequence = make_sequence(str(row), (1, 2), sampling, num_drafts=0)
         tasks.append(VerifyTask(sequence, NO_DRAFT, row))
-    drawn = Verifier(Sampler()).draw(torch.empty(len(samplings), 16, device="meta"), tasks)
+    drawn = Verifier().draw(torch.empty(len(samplings), 16, device="meta"), tasks)
     assert (drawn.shape, drawn.dtype, drawn.device.type) == ((len(samplings),), torch.int64, "meta")
     logits = torch.randn(len(samplings), 16)
-    expected = [outcome.token_ids[0] for outcome in Verifier(Sampler()).verify(logits, tasks)]
-    assert Verifier(Sampler()).draw(logits, tasks).tolist() == expected
+    expected = [outcome.token_ids[0] for outcome in Verifier().verify(logits, tasks)]
+    assert Verifier().draw(logits, tasks).tolist() == expected
     logits[1, 5], logits[3] = float("nan"), float("-inf")
     expected[1] = expected[3] = IMPOSSIBLE_ID
-    assert Verifier(Sampler()).draw(logits, tasks).tolist() == expected
+    assert Verifier().draw(logits, tasks).tolist() == expected
 
 
 GRAPHS = GraphConfig(GraphKind.EAGER, batches=(2, 4), row_counts=(1,))

@@ -21,7 +21,6 @@ from engine.model.runner.tensor_parallel_runner import TensorParallelRunner, loa
 from engine.model.tensor_parallel import check_divisible
 from engine.proposer import NoProposer
 from engine.proposer.draft_model.model_proposer import ModelProposer
-from engine.sampling.sampler import Sampler
 from engine.scheduler.scheduler import Scheduler
 from engine.verifier.verifier import Verifier
 from protos.errors import ConfigError, EngineError
@@ -66,7 +65,7 @@ def generate(runner: ModelRunner, draft: Path | None, tree: TreeConfig | None = 
     proposer = None
     if draft is not None:
         proposer = ModelProposer.from_config(config(draft, 1), CACHE, limits, tree=tree)
-    parts = Speculation(proposer or NoProposer(), Verifier(Sampler()), speculation)
+    parts = Speculation(proposer or NoProposer(), Verifier(), speculation)
     core = EngineCore(runner, scheduler, parts)
     for index, prompt in enumerate(PROMPTS):
         sampling = SamplingParams(temperature=0.7 * (index % 2), seed=index, max_tokens=24)
