@@ -202,21 +202,13 @@ def check_size(name: str, size: Any, path: str, most: int | None = None) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockRefinement:
-    """The additions of DFlash 2: convolutions around each sublayer within the block, a choice among likely tokens."""
-
-    conv_kernel_size: int
-    conv_group_size: int
-    selector_rank: int
-    selector_top_k: int
-
-
-@dataclass(frozen=True, slots=True)
 class BlockFormat:
     """A block of a parallel head: the id in place of tokens that are not drafted yet, and its sizes.
 
     The first row of a block is the last committed token; its logits are of the next token if `is_anchor_drafting`.
-    `refiner` is XPress's addition: the width of a network over the drafts before, and its inner width.
+    DFlash 2 adds convolutions around each sublayer within the block, and a choice among likely tokens. Its sizes, named
+    `conv_*` and `selector_*`, are 0 in other heads. `refiner` is XPress's addition: the width of a network over the
+    drafts before, and its inner width.
     """
 
     mask_id: int
@@ -229,7 +221,10 @@ class BlockFormat:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
-    refinement: BlockRefinement | None = None
+    conv_kernel_size: int = 0
+    conv_group_size: int = 0
+    selector_rank: int = 0
+    selector_top_k: int = 0
     refiner: tuple[int, int] | None = None
 
 
@@ -273,17 +268,17 @@ def read_block(
         embedding_scale=float(config.get("input_embedding_scale", 1.0)),
         logit_scale=float(config.get("output_multiplier", 1.0)),
         logit_softcap=config.get("final_logit_softcapping") or None,
-        refinement=_refinement(config, num_rows, vocab_size, hidden_size, path) if is_dflash2 else None,
         refiner=_refiner(config, num_rows, path) if is_xpress else None,
+        **(_dflash2_sizes(config, num_rows, vocab_size, hidden_size, path) if is_dflash2 else {}),
     )
     if block.markov_type not in ("vanilla", "gated"):
         raise ConfigError(f"{path!r} has markov_head_type {block.markov_type!r}; computed are 'vanilla' and 'gated'")
     return block
 
 
-def _refinement(
+def _dflash2_sizes(
     config: Mapping[str, Any], num_rows: int, vocab_size: int, hidden_size: int, path: str
-) -> BlockRefinement:
+) -> dict[str, int]:
     sizes = {name: config.get(name, usual) for name, usual in _DFLASH2_SIZES.items()}
     most = {"conv_kernel_size": num_rows, "conv_group_size": hidden_size, "selector_top_k": vocab_size}
     for name, size in sizes.items():
@@ -299,7 +294,7 @@ def _refinement(
             f"{path!r} is a DFlash 2 head with draft_vocab_size {drafted}; only the target's whole "
             f"vocabulary of {vocab_size} tokens is computed"
         )
-    return BlockRefinement(**sizes)
+    return sizes
 
 
 def _refiner(config: Mapping[str, Any], num_rows: int, path: str) -> tuple[int, int]:

@@ -49,7 +49,7 @@ class DFlashHead:
         self._own_lm_head = reader.lm_head(is_needed=False)
         self.lm_head: Linear = self._own_lm_head or no_lm_head
         self._term = block_term(config, reader, self._target_ids)
-        if config.block.refinement is not None and self._target_ids is not None:
+        if config.block.selector_rank and self._target_ids is not None:
             raise ConfigError(
                 "a DFlash 2 head with token ids of its own (d2t) cannot be computed; use a whole vocabulary"
             )
@@ -76,7 +76,7 @@ class DFlashHead:
         embedded = embedded * self._block.embedding_scale
         normed = self._layers.rows.add_norm(embedded, None, self._layers.input_norm)[1]
         places = None
-        if self._block.refinement is not None:
+        if self._block.selector_rank:
             sizes = [num + self.num_more_rows for num in num_drafts]
             places = torch.cat([torch.arange(size, device=normed.device) for size in sizes])
         # A refiner reads the states of all rows, and nothing else does.
@@ -150,10 +150,9 @@ class Selector:
     """DFlash 2's choice among the likeliest tokens of a draft, by the token before it."""
 
     def __init__(self, config: HeadFormat, reader: HeadReader) -> None:
-        refinement = None if config.block is None else config.block.refinement
-        assert refinement is not None, "only DFlash 2 has one"
-        vocab_size, rank = config.target.vocab_size, refinement.selector_rank
-        self._num_candidates = refinement.selector_top_k
+        assert config.block is not None, "only blocks have one"
+        vocab_size, rank = config.target.vocab_size, config.block.selector_rank
+        self._num_candidates = config.block.selector_top_k
         self._before, self._after = (
             reader.take(reader.first_of(name, f"{name}.weight"), vocab_size, rank)
             for name in ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
@@ -273,7 +272,7 @@ def block_term(config: HeadFormat, reader: HeadReader, target_ids: Tensor | None
     """Return the term of a head; None if its drafts do not depend on each other."""
     block = config.block
     assert block is not None, "only blocks have such a term"
-    if block.refinement is not None:
+    if block.selector_rank:
         return Selector(config, reader)
     if block.refiner is not None:
         return Refiner(config, reader, target_ids)

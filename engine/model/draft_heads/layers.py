@@ -281,10 +281,10 @@ class HeadReader:
 
     def _convolutions(self, prefix: str) -> tuple[BlockConvolution, BlockConvolution] | None:
         block, width = self._config.block, self._config.layer.hidden_size
-        if block is None or block.refinement is None:
+        if block is None or not block.conv_kernel_size:
             return None
-        taps = block.refinement.conv_kernel_size
-        num_kernels = 2 * taps * (width // block.refinement.conv_group_size)
+        taps = block.conv_kernel_size
+        num_kernels = 2 * taps * (width // block.conv_group_size)
         attention, network = (
             BlockConvolution(
                 self.take(f"{prefix}{name}.base_kernel", 2, taps, width),

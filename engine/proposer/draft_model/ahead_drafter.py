@@ -128,13 +128,8 @@ class PendingPass:
     num_drafts: int
 
 
-@dataclass(frozen=True, slots=True)
-class _ReservedPass:
-    """A pending pass with reserved slots for its committed tokens and its drafts."""
-
-    pending: PendingPass
-    sequence: DraftSequence
-    draft_ids: tuple[int, ...]
+# A pending pass, and the draft's copy of its sequence with reserved slots for committed tokens and drafts.
+_ReservedPass = tuple[PendingPass, DraftSequence]
 
 
 class AheadDrafter:
@@ -169,10 +164,10 @@ class AheadDrafter:
         while waiting:
             if is_stopped():
                 return False
-            jobs, logits = self._model.prefill([(each.sequence, each.draft_ids) for each in _first_in_turn(waiting)])
-            by_sequence = {id(each.sequence): each for each in waiting}
-            passes = [replace(by_sequence.pop(id(sequence)), draft_ids=tuple(ids)) for sequence, ids in jobs]
-            waiting = list(by_sequence.values())
+            jobs, logits = self._model.prefill([(own, pending.draft_ids) for pending, own in _first_in_turn(waiting)])
+            by_sequence = {id(own): pending for pending, own in waiting}
+            passes = [(replace(by_sequence.pop(id(own)), draft_ids=tuple(ids)), own) for own, ids in jobs]
+            waiting = [(pending, own) for pending, own in waiting if id(own) in by_sequence]
             branches = self._branches(passes, logits)
             if not self._prepare_all(sorted(branches, key=attrgetter("order")), emit, is_stopped):
                 return False
@@ -190,40 +185,45 @@ class AheadDrafter:
         draft_ids = pending.draft_ids[:num_positions]
         if not self._model.sequences.reserve(sequence, num_read + len(draft_ids)):
             return None
-        return _ReservedPass(pending, sequence, draft_ids)
+        return replace(pending, draft_ids=draft_ids), sequence
 
     def _branches(self, passes: Seq[_ReservedPass], logits: Tensor) -> Iterator[Branch]:
-        rows = [row for each in passes for row in _rows(each)]
-        is_coupled = [each.pending.sequence.verify is VerifyMode.COUPLED for each in passes for _ in _rows(each)]
-        num_ranks = max((self._num_ranks(len(each.draft_ids)) for each in passes), default=0)
+        rows_of = [_rows(own, pending.draft_ids) for pending, own in passes]
+        is_coupled = [
+            pending.sequence.verify is VerifyMode.COUPLED
+            for (pending, _), rows in zip(passes, rows_of, strict=True)
+            for _ in rows
+        ]
+        rows = [row for each in rows_of for row in each]
+        num_ranks = max((self._num_ranks(len(pending.draft_ids)) for pending, _ in passes), default=0)
         ranked = iter(self._model.sampler.rank(rows, is_coupled, logits, num_ranks) if rows else ())
-        for each in passes:
-            yield from self._branches_of(each, list(islice(ranked, len(each.draft_ids) + 1)))
+        for pending, own in passes:
+            yield from self._branches_of(pending, own, list(islice(ranked, len(pending.draft_ids) + 1)))
 
     def _num_ranks(self, num_drafts: int) -> int:
         """Return the number of tokens to rank at each position; one of them may be the draft itself and is left out."""
         return max(rank for _, rank in fan_out(num_drafts, self._num_per_position)) + 2
 
-    def _branches_of(self, reserved: _ReservedPass, ranked: Seq[Seq[int]]) -> Iterator[Branch]:
+    def _branches_of(self, pending: PendingPass, own: DraftSequence, ranked: Seq[Seq[int]]) -> Iterator[Branch]:
         """Yield the branches of one pass; `ranked` has the likely tokens at each position where the pass may end."""
-        drafts = reserved.draft_ids
+        drafts = pending.draft_ids
         likely = [[token_id for token_id in ids if (token_id,) != drafts[k : k + 1]] for k, ids in enumerate(ranked)]
         for order, (num_accepted, rank) in enumerate(fan_out(len(drafts), self._num_per_position)):
             token_ids = likely[num_accepted]
             if rank < len(token_ids):
                 after = (*drafts[:num_accepted], token_ids[rank])
-                num_drafts = self._num_possible(reserved, after)
+                num_drafts = self._num_possible(pending, own, after)
                 if num_drafts > 0:
-                    yield Branch(reserved.sequence, after, num_drafts, order, self._model.runner.block_size)
+                    yield Branch(own, after, num_drafts, order, self._model.runner.block_size)
 
-    def _num_possible(self, reserved: _ReservedPass, after: tuple[int, ...]) -> int:
+    def _num_possible(self, pending: PendingPass, own: DraftSequence, after: tuple[int, ...]) -> int:
         """Return K of the pass after `after`; 0 if the sequence ends there, or the draft model's positions do."""
-        sequence = reserved.pending.sequence
+        sequence = pending.sequence
         if after[-1] in sequence.stop_token_ids:
             return 0
         num_remaining = sequence.num_remaining_tokens - len(after)
-        num_positions = self._model.runner.max_model_len - len(reserved.sequence.blocks.token_ids) - len(after) + 1
-        return min(reserved.pending.num_drafts, num_remaining - 1, num_positions)
+        num_positions = self._model.runner.max_model_len - len(own.blocks.token_ids) - len(after) + 1
+        return min(pending.num_drafts, num_remaining - 1, num_positions)
 
     def _prepare_all(
         self, branches: Seq[Branch], emit: Callable[[tuple[Offer, ...]], None], is_stopped: Callable[[], bool]
@@ -264,18 +264,17 @@ class AheadDrafter:
         return chains
 
 
-def _rows(reserved: _ReservedPass) -> list[LogitsRow]:
-    """Return a row for each position where the pass may end."""
-    target = reserved.sequence.target_sequence
-    drafts = reserved.draft_ids
-    rows = [row_after(target, target.token_ids, drafts[:k]) for k in range(len(drafts) + 1)]
-    return [masked(row, reserved.sequence.matcher, len(target.token_ids)) for row in rows]
+def _rows(sequence: DraftSequence, draft_ids: tuple[int, ...]) -> list[LogitsRow]:
+    """Return a row for each position where the pass of these drafts may end."""
+    target = sequence.target_sequence
+    rows = [row_after(target, target.token_ids, draft_ids[:k]) for k in range(len(draft_ids) + 1)]
+    return [masked(row, sequence.matcher, len(target.token_ids)) for row in rows]
 
 
 def _first_in_turn(waiting: Seq[_ReservedPass]) -> Seq[_ReservedPass]:
     """Return the decoding sequences, or all if no sequence decodes: prompts are prefilled last."""
     # A sequence with more prefills its prompt and waits.
-    return [each for each in waiting if each.sequence.num_missing_tokens <= 64] or waiting
+    return [(pending, own) for pending, own in waiting if own.num_missing_tokens <= 64] or waiting
 
 
 def _offer(branch: Branch, chain: Chain) -> Offer:
