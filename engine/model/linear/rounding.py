@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.model.checkpoint.unread_weight import QuantizedWeight
 from engine.model.linear.weight_store import OUTPUTS
-from engine.native.library import kernel
+from engine.native.library import Instructions, kernel, native_library
 
 GROUP_SIZE = 32  # inputs that share a scale
 LONG_GROUP_SIZE = 64  # the same in int8, where it halves the number of sums to scale
@@ -64,7 +64,9 @@ def to_int4(weight: Tensor) -> QuantizedWeight:
     """
     groups = weight.detach().float().unflatten(1, (-1, GROUP_SIZE)).contiguous()
     shape = groups.shape[:-1]
-    levels, scales, zeros = (_fitted if groups.device.type == "cpu" else _fitted_by_torch)(groups.view(-1, GROUP_SIZE))
+    # A machine that computes on a GPU may have no compiled kernels for its processor.
+    has_kernel = groups.device.type == "cpu" and native_library(Instructions.AVX2) is not None
+    levels, scales, zeros = (_fitted if has_kernel else _fitted_by_torch)(groups.view(-1, GROUP_SIZE))
     return QuantizedWeight(
         levels.view(weight.shape).to(torch.int8),
         scale_of(scales.view(shape)),

@@ -59,6 +59,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[FewBitsProduct]:
 
     for module in (loader, paged_model, quantized_linear):
         monkeypatch.setattr(module, "reads_few_bits", lambda device: True)
+    monkeypatch.setattr(quantized_linear, "can_quantize", lambda device: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))  # for messages
     monkeypatch.setattr(served_weights, "kept_weights", no_store)
     monkeypatch.setattr(served_weights, "leave_checkpoint", lambda *_, **__: None)

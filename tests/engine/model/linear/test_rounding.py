@@ -64,6 +64,19 @@ def test_both_searches_find_the_same() -> None:
         assert float((one == other).float().mean()) > 0.99
 
 
+def test_weights_are_rounded_where_no_kernel_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with a GPU and no compiler."""
+    weight = _normal(64, 96)
+    expected = to_int4(weight).dequantized()
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("this machine has no kernels")
+
+    monkeypatch.setattr(rounding, "native_library", lambda _: None)
+    monkeypatch.setattr(rounding, "kernel", refuse)
+    assert float((to_int4(weight).dequantized() == expected).float().mean()) > 0.99
+
+
 def test_the_fit_does_not_depend_on_threads_or_the_number_of_groups() -> None:
     weight, num_threads = _normal(96, 1056), torch.get_num_threads()
     found = []
