@@ -7,8 +7,13 @@
    passes. So a frontend that wakes while the target computes gets a core within the time of a kernel.
 
    A caller that waits longer than SPIN_NS for a helper's part sleeps too: the helper has lost its core to another
-   program, and the time that the caller does not burn is its own once the helper is back. */
+   program, and the time that the caller does not burn is its own once the helper is back.
 
+   A helper may wait for the caller's own core, where it computes nothing, and the kernel leaves it there for seconds:
+   other cores that serve frontends are idle too briefly to take it over. So a caller that mostly computes alone sends
+   its helpers to other cores. */
+
+#define _GNU_SOURCE /* for the cores of threads */
 #include "team.h"
 
 #include <limits.h>
@@ -22,7 +27,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { MAX_HELPERS = 1023, SPIN_NS = 200000, PAUSES = 64 };
+enum { MAX_HELPERS = 1023, SPIN_NS = 200000, PAUSES = 64, MANY_ALONE = 64, SHARED_WEIGHT = 4 };
 
 /* The current job. It changes only while no part is open or being computed, so a thread with a part may read it. */
 static struct {
@@ -40,6 +45,7 @@ static _Atomic uint32_t num_signals;     /* the futex of sleeping helpers */
 static _Atomic int64_t num_asleep;
 static atomic_flag is_busy = ATOMIC_FLAG_INIT; /* one thread uses the helpers; another thread computes alone */
 static int64_t num_helpers;
+static pthread_t helpers[MAX_HELPERS];
 
 /* Returns the part of a turn. Threads that take turns get neighbouring parts each, so that what one prefetches past the
    end of a part is its own next part. */
@@ -124,6 +130,7 @@ static void start_helpers(int64_t wanted) {
     for (pthread_t thread; num_helpers < min(wanted, MAX_HELPERS); num_helpers++) {
         if (pthread_create(&thread, NULL, help, (void *)num_helpers)) break;
         pthread_detach(thread);
+        helpers[num_helpers] = thread;
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
@@ -148,6 +155,27 @@ static void await_helpers(uint32_t wanted) {
     atomic_store(&is_awaited, 0);
 }
 
+/* Moves helpers that are on the caller's core, or wait for it, to other cores that the caller may use. */
+static void move_helpers(void) {
+    cpu_set_t all, others;
+    if (sched_getaffinity(0, sizeof all, &all) || CPU_COUNT(&all) <= num_helpers) return;
+    others = all;
+    CPU_CLR(sched_getcpu(), &others);
+    for (int64_t helper = 0; helper < num_helpers; helper++) {
+        pthread_setaffinity_np(helpers[helper], sizeof others, &others); /* it has moved when this returns */
+        pthread_setaffinity_np(helpers[helper], sizeof all, &all);
+    }
+}
+
+/* Counts jobs that the caller has computed alone, and moves the helpers when they are many more than others. */
+static void count_job(int is_shared) {
+    static int num_alone = 0;
+    num_alone = is_shared ? max(0, num_alone - SHARED_WEIGHT) : num_alone + 1;
+    if (num_alone < MANY_ALONE) return;
+    num_alone = 0;
+    move_helpers();
+}
+
 static void compute_together(part_function *compute, const void *work, int64_t num_parts) {
     static uint64_t number = 0;
     job.compute = compute, job.work = work, job.num_parts = num_parts, job.num_threads = atomic_load(&num_wanted) + 1;
@@ -157,7 +185,9 @@ static void compute_together(part_function *compute, const void *work, int64_t n
         atomic_fetch_add(&num_signals, 1);
         syscall(SYS_futex, &num_signals, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
     }
-    await_helpers((uint32_t)(num_parts - take_parts()));
+    const int64_t num_others = num_parts - take_parts();
+    count_job(num_others > 0);
+    await_helpers((uint32_t)num_others);
 }
 
 int64_t team_size(void) { return omp_get_max_threads(); }

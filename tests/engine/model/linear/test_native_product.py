@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
@@ -236,6 +237,31 @@ def test_callers_at_once_and_children_of_a_fork_get_the_same_bits() -> None:
         assert os.waitpid(child, 0)[1] == 0
     finally:
         torch.set_num_threads(num_threads)
+
+
+@needs_kernels
+def test_a_helper_that_waits_for_its_callers_core_is_moved_to_another() -> None:
+    cores = os.sched_getaffinity(0)
+    if len(cores) < 2:
+        pytest.skip("one core")
+    multiply, x = NativeProduct(_weight(1024, 1088), None), torch.randn(4, 1088).bfloat16()
+
+    def is_moved() -> bool:
+        torch.set_num_threads(2)
+        multiply(x)  # starts the helper
+        (helper,) = {int(each) for each in os.listdir("/proc/self/task")} - {os.getpid()}
+        for thread in (helper, 0):
+            os.sched_setaffinity(thread, {min(cores)})
+        os.sched_setaffinity(0, cores)
+        end_s = time.monotonic() + 30
+        while time.monotonic() < end_s and os.sched_getaffinity(helper) != cores:
+            multiply(x)
+        return os.sched_getaffinity(helper) == cores
+
+    if not (child := os.fork()):
+        signal.alarm(60)
+        os._exit(0 if is_moved() else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @needs_kernels
