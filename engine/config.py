@@ -43,13 +43,15 @@ class SamplingSource(StrEnum):
 
 
 class GraphKind(StrEnum):
-    """The recording of small passes: AUTO records them if the device and the model allow it.
+    """The recording of small passes: ON records them if the device and the model allow it, AUTO only without ranks.
 
+    No GPUs have replayed the sums of a sharded model yet.
     EAGER pads passes as AUTO does, but computes them call by call: for tests, and to find out if a fault comes from the
     recording or the computation.
     """
 
     AUTO = "auto"
+    ON = "on"
     OFF = "off"
     EAGER = "eager"
 

@@ -94,14 +94,14 @@ class Section(BaseModel):
 def one_of(*choices: str) -> BeforeValidator:
     """Make a field accept these values, and name them in the error for another value.
 
-    If `choices` are members of an enum, text becomes the member. YAML reads `off` without quotes as false; it counts as
-    the text.
+    If `choices` are members of an enum, text becomes the member. YAML reads `on` and `off` without quotes as true and
+    false; they count as the text.
     """
     by_text = {str(choice): choice for choice in choices}
 
     def check(value: Any) -> str:
-        if value is False and "off" in by_text:
-            return by_text["off"]
+        if isinstance(value, bool) and "off" in by_text:
+            value = "on" if value else "off"
         if not isinstance(value, str) or value not in by_text:
             raise ValueError(f"{value!r} is not available; this version offers {', '.join(by_text)}")
         return by_text[value]

@@ -49,8 +49,8 @@ class TargetSection(Section):
     `tensor_parallel_size` processes share the sharded model, each on its own GPU, all in one NVLink group. Without GPUs
     all run on the processor, for a trial. `num_threads` then counts the threads of each process.
 
-    On GPUs, small passes are recorded at start and replayed; `cuda_graphs` off records nothing. If no sequence has
-    drafts, a recorded pass begins before the host has the tokens of the previous one.
+    On GPUs, small passes are recorded at start and replayed; `cuda_graphs` off records nothing, and a sharded target
+    needs on. If no sequence has drafts, a recorded pass begins before the host has the tokens of the previous one.
     """
 
     path: str
@@ -60,7 +60,7 @@ class TargetSection(Section):
     deterministic: bool = False
     generation_config: Annotated[SamplingSource, one_of(*SamplingSource)] = SamplingSource.AUTO
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
-    cuda_graphs: Annotated[GraphKind, one_of(GraphKind.AUTO, GraphKind.OFF)] = GraphKind.AUTO
+    cuda_graphs: Annotated[GraphKind, one_of(GraphKind.AUTO, GraphKind.ON, GraphKind.OFF)] = GraphKind.AUTO
     num_threads: int | None = Field(default=None, ge=1, le=1024)  # None follows the cores that the pair owns
 
     def to_engine(self) -> ModelConfig:

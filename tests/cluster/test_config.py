@@ -393,9 +393,10 @@ def test_target_and_draft_on_one_gpu_divide_its_share():
     assert draft.counts_own_use
 
 
-def test_off_without_quotes_is_the_word():
-    config = parse_config(MINIMAL | {"target": {**MINIMAL["target"], "cuda_graphs": False}})
-    assert config.target.cuda_graphs == "off"
+@pytest.mark.parametrize(("value", "word"), [(False, "off"), (True, "on")])
+def test_on_and_off_without_quotes_are_the_words(value: bool, word: str):
+    config = parse_config(MINIMAL | {"target": {**MINIMAL["target"], "cuda_graphs": value}})
+    assert config.target.cuda_graphs == word
 
 
 def test_a_log_is_off_unless_it_has_a_folder(tmp_path: Path):

@@ -62,6 +62,8 @@ KEPT = {
     "router/openai/openapi.py": "one document, the same for all",
     "engine/model/checkpoint/hub.py": "by a model of the deployment",
     "engine/model/checkpoint/unread_weight.py": "a change of a library, made once",
+    "engine/model/tensor_parallel.py": "one memory of a group of ranks",
+    "engine/batch/side_stream.py": "one stream of a GPU",
     "engine/model/runner/served_weights.py": "one digest of our own code",
     "protos/token_bytes.py": "one tokenizer, by a file of the deployment",
     "engine/proposer/tree.py": "by numbers of drafts",

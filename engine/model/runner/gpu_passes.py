@@ -60,7 +60,12 @@ def _draw(logits: Tensor) -> None:
 
 
 def has_recordings(
-    graphs: GraphConfig, device: torch.device, plan_attention: PlanAttention, *, is_recordable: bool
+    graphs: GraphConfig,
+    device: torch.device,
+    plan_attention: PlanAttention,
+    *,
+    num_ranks: int,
+    is_recordable: bool,
 ) -> bool:
     """True if small passes are to be recorded; logs why a GPU does not record them.
 
@@ -68,6 +73,9 @@ def has_recordings(
     """
     is_eager = graphs.kind is GraphKind.EAGER
     if graphs.kind is GraphKind.OFF or not graphs.row_counts or not (is_eager or device.type == "cuda"):
+        return False
+    if graphs.kind is GraphKind.AUTO and num_ranks > 1:
+        logger.info("passes are not recorded: CUDA graphs of a sharded target need cuda_graphs: on")
         return False
     if not is_recordable:
         logger.info("passes are not recorded: CUDA graphs need recurrent layers that our Triton kernels compute")

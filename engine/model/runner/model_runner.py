@@ -97,7 +97,9 @@ class ModelRunner(ModelPool):
         self._read_generation(stock, model)
         self._log_latents(stock, rank, device)
         is_recordable = self._model.decoder.is_recordable
-        has_graphs = has_recordings(model.graphs, device, self._plan_attention, is_recordable=is_recordable)
+        has_graphs = has_recordings(
+            model.graphs, device, self._plan_attention, num_ranks=rank.size, is_recordable=is_recordable
+        )
         self._queue = PassQueue.of(device)
         self._features: Tensor | None = None
         self._graphs: CudaGraphRunner | None = None

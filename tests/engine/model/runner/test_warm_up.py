@@ -1,4 +1,4 @@
-"""Warming up runs every size of pass within the model's positions and leaves nothing that a request could see."""
+"""Warming up leaves nothing that a request could see; a sharded model records its passes with `on` only."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from engine.batch.span import Span
-from engine.config import CacheConfig, ModelConfig
-from engine.model.runner.gpu_passes import warm_up
+from engine.config import CacheConfig, GraphConfig, GraphKind, ModelConfig
+from engine.model.runner.gpu_passes import has_recordings, warm_up
 from engine.model.runner.model_runner import ModelRunner
 from engine.sampling import sampler, truncation
 from tests.engine.fixtures.families import SERVED, write_family
@@ -82,3 +82,16 @@ def test_each_variant_of_the_samplers_kernels_is_compiled(monkeypatch: pytest.Mo
         ("edit", False, True),
         ("nucleus_thresholds", False, False),
     }
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "are_recorded"),
+    [(GraphKind.AUTO, 1, True), (GraphKind.AUTO, 2, False), (GraphKind.ON, 2, True), (GraphKind.OFF, 1, False)],
+)
+def test_a_sharded_model_records_its_passes_with_on_only(kind: GraphKind, num_ranks: int, are_recorded: bool) -> None:
+    pytest.importorskip("triton", reason="the package triton is not installed")
+    from engine.attention.triton_attention import TritonAttention
+
+    graphs, device = GraphConfig(kind, row_counts=(1,)), torch.device("cuda")
+    found = has_recordings(graphs, device, TritonAttention, num_ranks=num_ranks, is_recordable=True)
+    assert found is are_recorded
