@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -235,12 +236,17 @@ def _check_page(kind: Kind, metrics: str, passes: dict[str, float], accepted: in
     shown = json.loads(done.stdout)
     total = sum(passes.values())
     for shape, number in passes.items():
-        assert f"{shape} {100 * number / total:.1f}%" in shown["live-shapes"]
-    assert ["drafts accepted", f"{100 * accepted / drafted:.1f}%"] in shown["live-figures"]
+        assert f"{shape} {_percent(number / total)}" in shown["live-shapes"]
+    assert ["drafts accepted", _percent(accepted / drafted)] in shown["live-figures"]
     assert ["greedy-free", kind.method] in [row[:2] for row in shown["live-acceptance"]]
     has_process = kind.method in ("model", "python")
     assert shown["pairs"][1][-1] == ("connected" if has_process else "none")
     assert shown["alarms"] == "No alarms."
+
+
+def _percent(share: float) -> str:
+    """Round half up, as JavaScript does."""
+    return f"{math.floor(1000 * share + 0.5) / 10:.1f}%"
 
 
 def _by(reading: Reading, name: str, label: str) -> dict[str, float]:
