@@ -59,7 +59,7 @@ class PlannedDraft:
         """
         if kind is SpeculationMethod.SELF:
             shape = replace(target, dtype=dtype, num_layers=num_layers or target.num_layers)
-            own = _without_tables(target, 0) if dtype == target.dtype else None  # none of its own
+            own = _without_tables(target, 0) if dtype == target.dtype else None  # it has no tables of its own
             return cls(shape, keeps_kv=False, own=own)
         if kind is SpeculationMethod.MEDUSA:
             return _medusa(_config_of(path), target)

@@ -284,7 +284,7 @@ def small_sums(group: dist.ProcessGroup) -> SmallSums | None:
     All ranks must make the first call together, and not while a pass is recorded.
     """
     sums, problem = _open_sums(group)
-    if _all_agree(not problem) and sums is not None:  # a kernel of this rank would wait for ranks without one
+    if _all_agree(not problem) and sums is not None:  # else our kernel would wait for a rank that has none
         found = torch.full((8,), group.rank() + 1.0, dtype=torch.bfloat16, device="cuda")
         expected = group.size() * (group.size() + 1) / 2
         is_right = sums.add(found) and found.tolist() == [expected] * 8

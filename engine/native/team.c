@@ -27,7 +27,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { MAX_HELPERS = 1023, SPIN_NS = 200000, PAUSES = 64, MANY_ALONE = 64, SHARED_WEIGHT = 4 };
+enum { MAX_HELPERS = 1023, SPIN_NS = 200000, PAUSES = 64, MANY_ALONE = 64, MOST_ALONE = 4096, SHARED_WEIGHT = 4 };
 
 /* The current job. It changes only while no part is open or being computed, so a thread with a part may read it. */
 static struct {
@@ -167,12 +167,15 @@ static void move_helpers(void) {
     }
 }
 
-/* Counts jobs that the caller has computed alone, and moves the helpers when they are many more than others. */
+/* Counts jobs that the caller has computed alone, and moves the helpers when they are many more than others. If that does
+   not help, since the jobs are short or other programs have the cores, the next move is after twice as many. */
 static void count_job(int is_shared) {
-    static int num_alone = 0;
-    num_alone = is_shared ? max(0, num_alone - SHARED_WEIGHT) : num_alone + 1;
-    if (num_alone < MANY_ALONE) return;
+    static int64_t num_alone = 0, num_until_move = MANY_ALONE;
+    num_alone = is_shared ? max(-MANY_ALONE, num_alone - SHARED_WEIGHT) : num_alone + 1;
+    if (num_alone == -MANY_ALONE) num_until_move = MANY_ALONE; /* most jobs are shared */
+    if (num_alone < num_until_move) return;
     num_alone = 0;
+    num_until_move = min(2 * num_until_move, MOST_ALONE);
     move_helpers();
 }
 

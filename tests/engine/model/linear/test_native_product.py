@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
@@ -231,10 +232,7 @@ def test_callers_at_once_and_children_of_a_fork_get_the_same_bits() -> None:
     num_threads = torch.get_num_threads()
     try:
         assert is_same(0)
-        if not (child := os.fork()):
-            signal.alarm(60)  # ends a child that waits for threads which it does not have
-            os._exit(0 if is_same(0) else 1)
-        assert os.waitpid(child, 0)[1] == 0
+        assert _is_true_in_a_child(lambda: is_same(0))
     finally:
         torch.set_num_threads(num_threads)
 
@@ -258,10 +256,18 @@ def test_a_helper_that_waits_for_its_callers_core_is_moved_to_another() -> None:
             multiply(x)
         return os.sched_getaffinity(helper) == cores
 
+    assert _is_true_in_a_child(is_moved)
+
+
+def _is_true_in_a_child(function: Callable[[], bool]) -> bool:
     if not (child := os.fork()):
-        signal.alarm(60)
-        os._exit(0 if is_moved() else 1)
-    assert os.waitpid(child, 0)[1] == 0
+        signal.alarm(60)  # ends a child that waits for threads which it does not have
+        is_true = False
+        try:
+            is_true = function()
+        finally:  # pytest runs on in the parent only
+            os._exit(0 if is_true else 1)
+    return os.waitpid(child, 0)[1] == 0
 
 
 @needs_kernels
