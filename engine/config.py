@@ -196,21 +196,6 @@ MTP_KEYS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers
 
 
 @dataclass(frozen=True, slots=True)
-class TreeConfig:
-    """Tree drafts of `num_nodes` nodes, or of at most so many in an adaptive deployment, which also has chains.
-
-    Raises:
-        ConfigError: `num_nodes` is out of range.
-    """
-
-    num_nodes: int = 8
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.num_nodes <= MAX_TREE_NODES:
-            raise ConfigError(f"speculation.tree.num_nodes is {self.num_nodes}; use 1 to {MAX_TREE_NODES}")
-
-
-@dataclass(frozen=True, slots=True)
 class SpeculationConfig:
     """A deployment's speculation: the defaults, and the limits for requests that choose their own.
 
@@ -219,10 +204,10 @@ class SpeculationConfig:
     offer, the default first; a name outside `SpeculationMethod` is a further draft model. A deployment with
     `num_tokens` 0 drafts only for requests that ask.
 
-    With a `tree`, drafts are trees of depth K unless `adaptive`.
+    With `tree_nodes`, drafts are trees of so many nodes and of depth K unless `adaptive`.
 
     With `adaptive`, each pass of each request gets its own shape: none, a chain of up to `max_num_tokens` (or the
-    request's limit), or a tree of up to its `num_nodes`; `num_tokens` is only the first K. Drafts then keep a pass
+    request's limit), or a tree of up to `tree_nodes`; `num_tokens` is only the first K. Drafts then keep a pass
     within `target_itl_s`, and the method AUTO chooses another method for each class of requests
     (`engine.accounting.request_limits`).
 
@@ -232,14 +217,15 @@ class SpeculationConfig:
     With `can_draft_ahead`, draft models may work while the target verifies.
 
     Raises:
-        ConfigError: `max_num_tokens` is above `MAX_DRAFT_TOKENS`, or `num_tokens` above `max_num_tokens`.
+        ConfigError: `max_num_tokens` is above `MAX_DRAFT_TOKENS`, `num_tokens` above `max_num_tokens`, or `tree_nodes`
+            above `MAX_TREE_NODES`.
     """
 
     num_tokens: int = 4
     verify: VerifyMode = VerifyMode.COUPLED
     max_num_tokens: int = 16
     methods: tuple[str, ...] = (SpeculationMethod.MODEL, SpeculationMethod.NONE)
-    tree: TreeConfig | None = None
+    tree_nodes: int = 0
     adaptive: bool = False
     steps: StepConfig | None = None
     target_itl_s: float | None = None
@@ -253,6 +239,8 @@ class SpeculationConfig:
                 f"speculation.num_tokens is {self.num_tokens}; it must be between 0 and speculation.max_num_tokens, "
                 f"{self.max_num_tokens}: lower it or raise the limit"
             )
+        if not 0 <= self.tree_nodes <= MAX_TREE_NODES:
+            raise ConfigError(f"speculation.tree.num_nodes is {self.tree_nodes}; use 1 to {MAX_TREE_NODES}")
 
     def without_drafts(self) -> SpeculationConfig:
         """Return this configuration with K = 0 everywhere, for an engine without a proposer."""

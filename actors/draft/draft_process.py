@@ -45,7 +45,7 @@ def load_draft(settings: PairSettings) -> tuple[ModelProposer | TextProposer, Ah
         replace(draft.cache, num_states=num_states(engine)),
         limits,
         engine.model.path,
-        engine.speculation.tree,
+        has_trees=engine.speculation.tree_nodes > 0,
         is_ahead=draft.is_ahead,
     )
 
@@ -94,7 +94,7 @@ def _refuse_other_vocabulary(settings: PairSettings, path: str) -> None:
     target, draft = settings.engine.model.path, settings.draft
     assert draft.model is not None, "the pair has a draft model"
     config = load_config(path)
-    needs_ids = draft.is_ahead or settings.engine.speculation.tree is not None
+    needs_ids = draft.is_ahead or settings.engine.speculation.tree_nodes > 0
     usual = choose_vocabulary(target, draft.model.path, needs_ids=needs_ids)
     found = choose_vocabulary(target, path, needs_ids=needs_ids)
     if usual.pair is None:
@@ -183,7 +183,7 @@ def _check_draft(settings: PairSettings, draft: DraftSettings, *, is_on_gpu: boo
     assert draft.cache is not None, "a draft model has a pool"
     _, keeps_states = check_outline(draft.model, draft.cache, is_on_gpu=is_on_gpu)
     if keeps_states:
-        check_draft(draft.model.path, settings.engine.speculation.tree)
+        check_draft(draft.model.path, has_trees=settings.engine.speculation.tree_nodes > 0)
     choice = choose_vocabulary(settings.engine.model.path, draft.model.path)
     if choice.pair is None:
         draft_size = int(load_config(draft.model.path).get_text_config().vocab_size)

@@ -13,7 +13,7 @@ from bench.gpu.engine import Cell, CellLimits, DecodeMode, GpuBench, drafting, s
 from bench.gpu.floor import DeviceSpeed, most_tokens
 from bench.gpu.plan import Plan
 from bench.gpu.table import GpuResults, Missing
-from engine.config import CacheConfig, ModelConfig, ModelDtype, TreeConfig
+from engine.config import CacheConfig, ModelConfig, ModelDtype
 
 OTHER_BYTES = 10e9  # of two processes' kernels, recordings and logits
 BLOCK_SIZE = 16
@@ -21,7 +21,7 @@ MODES = (
     DecodeMode("plain"),
     DecodeMode("sync", 4),
     DecodeMode("async", 4, is_ahead=True),
-    DecodeMode("tree", 4, tree=TreeConfig(8)),
+    DecodeMode("tree", 4, tree_nodes=8),
     DecodeMode("waiting", overlaps=False),  # plain, the host seeing every token before the next pass
 )
 

@@ -27,7 +27,6 @@ from engine.config import (
     ModelConfig,
     SchedulerConfig,
     SpeculationConfig,
-    TreeConfig,
 )
 from engine.engine_core import EngineCore, Speculation
 from engine.kv_cache.block_manager import BlockManager
@@ -50,18 +49,18 @@ _WAIT_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class DecodeMode:
-    """A way to decode; `is_ahead` makes it async, `tree` lets drafts branch; unless it `overlaps` every pass waits."""
+    """A way to decode; `is_ahead` makes it async, `tree_nodes` lets drafts branch; unless it `overlaps` passes wait."""
 
     name: str
     num_drafts: int = 0
     is_ahead: bool = False
-    tree: TreeConfig | None = None
+    tree_nodes: int = 0
     overlaps: bool = True
 
     @property
     def rows(self) -> int:
         """Rows of a pass for each sequence."""
-        return 1 + (self.num_drafts if self.tree is None else self.tree.num_nodes)
+        return 1 + (self.tree_nodes or self.num_drafts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +158,7 @@ class GpuBench:
         blocks = BlockManager(self._num_blocks, self.runner.block_size, self.runner.model_version)
         source = CopiedPrefill(self.runner, self._text_blocks)
         scheduler = Scheduler(self._limits, blocks, self.runner.max_model_len, source)
-        speculation = SpeculationConfig(mode.num_drafts, tree=mode.tree)
+        speculation = SpeculationConfig(mode.num_drafts, tree_nodes=mode.tree_nodes)
         verifier = Verifier()
         overlaps = mode.overlaps and self.runner.can_overlap
         overlap = AsyncScheduling(self.runner, scheduler, verifier) if overlaps else None
@@ -189,7 +188,7 @@ def drafting(
     if not mode.num_drafts:
         yield NoProposer()
         return
-    speculation = SpeculationConfig(mode.num_drafts, tree=mode.tree)
+    speculation = SpeculationConfig(mode.num_drafts, tree_nodes=mode.tree_nodes)
     settings = PairSettings(
         EngineConfig(target, scheduler=SchedulerConfig(most_sequences, _PREFILL_TOKENS), speculation=speculation),
         DraftSettings(SpeculationMethod.MODEL, draft, CacheConfig(num_blocks=num_blocks), mode.is_ahead),
@@ -212,7 +211,7 @@ def _load(
 ) -> ModelRunner:
     graphs = sized(GraphConfig(target.graphs.kind, tuple(batches)), limits, SpeculationConfig(0))
     rows = tuple(sorted({mode.rows for mode in modes} | {1}))
-    graphs = replace(graphs, row_counts=rows, has_trees=any(mode.tree for mode in modes))
+    graphs = replace(graphs, row_counts=rows, has_trees=any(mode.tree_nodes for mode in modes))
     return ModelRunner(replace(target, graphs=graphs), cache)
 
 

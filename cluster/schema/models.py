@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field
 from cluster.schema import Section, one_of
 from engine.batch.draft import DraftSource
 from engine.config import (
+    MAX_TREE_NODES,
     AttentionKind,
     GraphConfig,
     GraphKind,
@@ -23,7 +24,6 @@ from engine.config import (
     ScorerKind,
     SpeculationConfig,
     StepConfig,
-    TreeConfig,
 )
 from protos.messages import SpeculationMethod, VerifyMode
 
@@ -154,11 +154,7 @@ class TreeSection(Section):
     chains. A sampled request with `block` gets chains.
     """
 
-    num_nodes: int = TreeConfig().num_nodes
-
-    def to_engine(self) -> TreeConfig:
-        """Return the engine's trees."""
-        return TreeConfig(num_nodes=self.num_nodes)
+    num_nodes: int = Field(default=8, ge=1, le=MAX_TREE_NODES)
 
 
 def _as_method(value: Any) -> SpeculationMethod | str:
@@ -233,7 +229,7 @@ class SpeculationSection(Section):
             self.verify,
             self.max_num_tokens,
             methods,
-            None if self.tree is None else self.tree.to_engine(),
+            0 if self.tree is None else self.tree.num_nodes,
             self.adaptive,
             None if self.steps is None else self.steps.to_engine(),
             None if self.target_itl_ms is None else self.target_itl_ms / 1000,

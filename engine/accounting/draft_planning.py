@@ -176,8 +176,7 @@ class DraftPlanning:
 
 def _length_policy(config: SpeculationConfig, experts: ExpertReads) -> LengthPolicy:
     max_pass_s = float("inf") if config.target_itl_s is None else config.target_itl_s
-    num_nodes = config.tree.num_nodes if config.tree else 0
-    return LengthPolicy(config.num_tokens, config.max_num_tokens, max_pass_s, experts, num_nodes)
+    return LengthPolicy(config.num_tokens, config.max_num_tokens, max_pass_s, experts, config.tree_nodes)
 
 
 def set_lengths(policy: LengthPolicy, sequences: Seq[Sequence]) -> None:

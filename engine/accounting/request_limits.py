@@ -58,7 +58,7 @@ def _num_tree_nodes(request: GenerateRequest, deployment: SpeculationConfig, met
     """Return the largest tree of a request; 0 if its drafts come from the text, or its verification is for chains."""
     verify = request.speculation.verify or deployment.verify
     can_branch = verify is not VerifyMode.BLOCK or request.sampling.is_greedy
-    return deployment.tree.num_nodes if deployment.tree and can_branch and has_own_weights(method) else 0
+    return deployment.tree_nodes if can_branch and has_own_weights(method) else 0
 
 
 def check_steps(request: GenerateRequest, is_allowed: bool, deployment: SpeculationConfig) -> None:

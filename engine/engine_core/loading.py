@@ -91,8 +91,8 @@ def _load_speculation(
 ) -> Speculation:
     """Return the parts that draft and verify. The configuration's head drafts if it has one, otherwise `proposer`."""
     speculation, verifier, steps = config.speculation, Verifier(), None
-    head = None if runner.head is None else LiveHead(runner, speculation.tree)
-    own = head or self_proposer(runner, speculation.tree)
+    head = None if runner.head is None else LiveHead(runner)
+    own = head or self_proposer(runner)
     if own is not None and config.head is not None:
         assert proposer is None, "one of the two drafts"
         proposer = proposer_of(speculation.methods, own, SpeculationMethod(config.head.kind), models)

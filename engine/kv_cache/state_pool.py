@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.batch.side_stream import arrived
-from engine.config import CacheConfig, EngineConfig, TreeConfig
+from engine.config import CacheConfig, EngineConfig
 from engine.sequence.sequence import ZEROS
 from protos.block_keys import BlockKey
 from protos.errors import ConfigError
@@ -204,17 +204,17 @@ def check_target(config: EngineConfig) -> None:
     """Raise ConfigError if the drafts of a target with recurrent layers are trees, or reasoning steps."""
     speculation = config.speculation
     refused = (
-        ("speculation.tree", speculation.tree, "whose states follow one text and not several branches"),
+        ("speculation.tree", speculation.tree_nodes, "whose states follow one text and not several branches"),
         ("speculation.steps", speculation.steps, "which would keep a state for each token of a step until its score"),
     )
     for name, value, reason in refused:
-        if value is not None:
+        if value:
             raise ConfigError(f"{name} is set, but {config.model.path!r} has recurrent layers, {reason}; remove {name}")
 
 
-def check_draft(path: str, tree: TreeConfig | None) -> None:
+def check_draft(path: str, *, has_trees: bool) -> None:
     """Raise ConfigError if the drafts of a draft model with recurrent layers, at `path`, are trees."""
-    if tree is not None:
+    if has_trees:
         raise ConfigError(
             f"speculation.tree is set, but the draft {path!r} has recurrent layers, whose states follow one text and "
             "not several branches; remove speculation.tree, or choose a draft whose layers all have attention"

@@ -11,7 +11,6 @@ from torch import Tensor
 from engine.accounting.record import PassedRows
 from engine.batch.draft import NO_DRAFT, Draft
 from engine.batch.span import Span
-from engine.config import TreeConfig
 from engine.model.draft_heads.dflash import DFlashHead
 from engine.model.draft_heads.eagle3 import ParallelEagleHead
 from engine.model.draft_heads.loader import Head
@@ -34,18 +33,16 @@ class SelfProposer(NoProposer):
     writes them again.
     """
 
-    def __init__(self, runner: ModelRunner, draft: SelfDraft, tree: TreeConfig | None) -> None:
-        """Without a `tree` all drafts are chains."""
+    def __init__(self, runner: ModelRunner, draft: SelfDraft) -> None:
         self._runner = runner
         self._draft = draft
-        self._tree_config = tree
         self._chain_sampler = ChainSampler()
         self._tree_sampler = TreeSampler()
 
     @torch.inference_mode()
     def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
         ready = [query for query in queries if query.sequence.num_uncomputed_tokens == 1]
-        has_tree = [self._tree_config is not None and query.max_tree_nodes > 0 for query in ready]
+        has_tree = [query.max_tree_nodes > 0 for query in ready]
         chains = [_chain(query) for query, flag in zip(ready, has_tree, strict=True) if not flag]
         trees = [self._tree(query) for query, flag in zip(ready, has_tree, strict=True) if flag]
         self._grow(chains)
@@ -106,15 +103,14 @@ class LiveHead:
 
     Args:
         runner: it has a head.
-        tree: the limits of trees; None for chains alone.
     """
 
-    def __init__(self, runner: ModelRunner, tree: TreeConfig | None) -> None:
+    def __init__(self, runner: ModelRunner) -> None:
         assert runner.head is not None, "as required"
-        self._runner, self._tree = runner, tree
+        self._runner = runner
         self._report: HeadReport | None = None
         self._num_passes, self._has_failed = 0, False
-        self._proposer = _proposer_of(runner, runner.head, tree)
+        self._proposer = _proposer_of(runner, runner.head)
         self._opened: dict[str, RequestTokens] = {}
 
     def exchange(self, head: Head, report: HeadReport | None) -> None:
@@ -122,7 +118,7 @@ class LiveHead:
         self._report = report
         self._num_passes, self._has_failed = 0, False
         self._runner.head = head
-        self._proposer = _proposer_of(self._runner, head, self._tree)
+        self._proposer = _proposer_of(self._runner, head)
         for sequence in self._opened.values():
             if not (head.layer_shapes and sequence.block_table):
                 self._proposer.open(sequence)
@@ -157,16 +153,16 @@ class LiveHead:
                 report(True)
 
 
-def _proposer_of(runner: ModelRunner, head: Head, tree: TreeConfig | None) -> StateProposer:
+def _proposer_of(runner: ModelRunner, head: Head) -> StateProposer:
     if isinstance(head, (MedusaHeads, ParallelEagleHead, DFlashHead)):
-        return BlockProposer(runner, head, tree)
+        return BlockProposer(runner, head)
     if isinstance(head, MtpHead):
-        return MtpProposer(runner, head, tree)
-    return RecurrentProposer(runner, head, tree)
+        return MtpProposer(runner, head)
+    return RecurrentProposer(runner, head)
 
 
-def self_proposer(runner: ModelRunner, tree: TreeConfig | None) -> Proposer | None:
+def self_proposer(runner: ModelRunner) -> Proposer | None:
     """Return a proposer with the runner's own weights; None if the runner does not draft for itself."""
     if runner.self_draft is None:
         return None
-    return GuardedProposer(SelfProposer(runner, runner.self_draft, tree))
+    return GuardedProposer(SelfProposer(runner, runner.self_draft))

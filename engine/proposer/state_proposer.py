@@ -19,7 +19,6 @@ from engine.accounting.record import PassedRows
 from engine.batch.draft import NO_DRAFT, Draft
 from engine.batch.indexing import index_tensor
 from engine.batch.span import Span
-from engine.config import TreeConfig
 from engine.model.draft_heads.head import BlockHead, DraftHead, RecurrentHead
 from engine.model.draft_heads.mtp import MtpHead
 from engine.model.runner.model_runner import ModelRunner
@@ -32,7 +31,7 @@ from engine.sequence.sequence import RequestTokens
 class StateProposer(ABC):
     """A `Proposer` by hidden states: it drafts for every sequence that has decoded since it was opened.
 
-    Drafts have at most `max_depth` tokens; without a `tree` all drafts are chains.
+    Drafts have at most `max_depth` tokens.
 
     Attributes:
         has_overflowed: logits of the last drafts were not finite.
@@ -41,12 +40,9 @@ class StateProposer(ABC):
     # A head computes a draft together with the state before it, one slot earlier than a draft model.
     _position_offset = -1
 
-    def __init__(
-        self, runner: ModelRunner, head: DraftHead, tree: TreeConfig | None, max_depth: int | None = None
-    ) -> None:
+    def __init__(self, runner: ModelRunner, head: DraftHead, max_depth: int | None = None) -> None:
         self._runner = runner
         self._reading_head = head
-        self._tree_config = tree
         self._max_depth = max_depth
         # The newest state of each open sequence, [S], and the number of committed tokens that it was computed for.
         self._newest: dict[str, tuple[Tensor, int] | None] = {}
@@ -95,7 +91,7 @@ class StateProposer(ABC):
         if not found:
             return [NO_DRAFT] * len(queries)
         states = torch.stack([state for _, state in found])
-        is_tree = [self._tree_config is not None and query.max_tree_nodes > 0 for query, _ in found]
+        is_tree = [query.max_tree_nodes > 0 for query, _ in found]
         chains = [self._chain(query) for (query, _), has_tree in zip(found, is_tree, strict=True) if not has_tree]
         trees = [self._tree(query) for (query, _), has_tree in zip(found, is_tree, strict=True) if has_tree]
         if chains:
@@ -152,8 +148,8 @@ class BlockProposer(StateProposer):
     stays exact: each draft is drawn from the distribution that it carries, or sampled with the verifier's noise.
     """
 
-    def __init__(self, runner: ModelRunner, head: BlockHead, tree: TreeConfig | None) -> None:
-        super().__init__(runner, head, tree, head.max_drafts)
+    def __init__(self, runner: ModelRunner, head: BlockHead) -> None:
+        super().__init__(runner, head, head.max_drafts)
         self._block_head = head
 
     def _grow(self, chains: Seq[Chain], states: Tensor) -> None:
@@ -189,8 +185,8 @@ class RecurrentProposer(StateProposer):
     pair of a cached prefix may have the next token of another continuation, with the right feature.
     """
 
-    def __init__(self, runner: ModelRunner, head: RecurrentHead, tree: TreeConfig | None) -> None:
-        super().__init__(runner, head, tree)
+    def __init__(self, runner: ModelRunner, head: RecurrentHead) -> None:
+        super().__init__(runner, head)
         self._head = head
 
     def _grow(self, chains: Seq[Chain], states: Tensor) -> None:
@@ -245,8 +241,8 @@ class MtpProposer(RecurrentProposer):
     module alone.
     """
 
-    def __init__(self, runner: ModelRunner, head: MtpHead, tree: TreeConfig | None) -> None:
-        super().__init__(runner, head, tree)
+    def __init__(self, runner: ModelRunner, head: MtpHead) -> None:
+        super().__init__(runner, head)
         self._mtp = head
         self._position_offset = -head.num_modules
         # Committed tokens, and each module's last state before any draft entered: [1, S], or [0, S] where the text has

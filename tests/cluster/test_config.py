@@ -17,7 +17,6 @@ from engine.config import (
     ModelConfig,
     ScorerKind,
     StepConfig,
-    TreeConfig,
 )
 from protos.errors import ConfigError
 from protos.messages import SpeculationMethod
@@ -316,16 +315,19 @@ def test_a_tree_has_eight_nodes_unless_the_file_gives_a_number() -> None:
     draft = {"kind": "model", "path": "d"}
     default = parse_config({**MINIMAL, "draft": draft, "speculation": {"tree": {}}}).speculation.tree
     assert default is not None
-    assert default.to_engine() == TreeConfig(num_nodes=8)
+    assert default.num_nodes == 8
     small = parse_config({**MINIMAL, "draft": draft, "speculation": {"tree": {"num_nodes": 3}}}).speculation.tree
     assert small is not None
-    assert small.to_engine() == TreeConfig(num_nodes=3)
+    assert small.num_nodes == 3
 
 
 @pytest.mark.parametrize(
     ("speculation", "reason"),
     [
-        ({"tree": {"num_nodes": 65}}, "args.speculation.tree: speculation.tree.num_nodes is 65; use 1 to 64"),
+        (
+            {"tree": {"num_nodes": 65}},
+            "speculation.tree.num_nodes: input should be less than or equal to 64, and it is 65",
+        ),
         ({"tree": {"width": 2}}, "args.speculation.tree.width: unknown key"),
         ({"verify": "block", "tree": {}}, "verify 'block' is for chains, and there is a tree"),
         ({"tree": {}}, "set draft.kind to 'model' or 'medusa' or "),

@@ -43,7 +43,6 @@ from engine.config import (
     ScorerKind,
     SpeculationConfig,
     StepConfig,
-    TreeConfig,
 )
 from protos.errors import ConfigError
 from protos.messages import SpeculationMethod, VerifyMode
@@ -232,7 +231,7 @@ def test_each_setting_of_a_head_arrives(paths: list[str]) -> None:
         ModelConfig(paths[0], num_threads=5, tensor_parallel_size=2),
         CacheConfig(num_blocks=99, memory_bytes=None),
         speculation=SpeculationConfig(
-            methods=("eagle3", "hybrid", "suffix", "ngram", "none"), tree=TreeConfig(num_nodes=6), adaptive=True
+            methods=("eagle3", "hybrid", "suffix", "ngram", "none"), tree_nodes=6, adaptive=True
         ),
         head=HeadConfig(HeadKind.EAGLE3, paths[1]),
     )

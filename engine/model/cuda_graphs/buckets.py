@@ -41,7 +41,7 @@ def sized(graphs: GraphConfig, scheduler: SchedulerConfig, speculation: Speculat
         max_batch=min(max(graphs.batches, default=graphs.max_batch), scheduler.max_num_sequences),
         row_counts=tuple(_row_counts(speculation)),
         max_rows=scheduler.max_tokens_per_step,
-        has_trees=speculation.tree is not None,
+        has_trees=speculation.tree_nodes > 0,
     )
 
 
@@ -80,8 +80,7 @@ def _row_counts(speculation: SpeculationConfig) -> list[int]:
         longest = max(longest, speculation.max_num_tokens)
     if speculation.method in (SpeculationMethod.SUFFIX, SpeculationMethod.HYBRID):
         longest = max(longest, speculation.free_draft_limit)
-    if speculation.tree is not None:
-        longest = max(longest, speculation.tree.num_nodes)
+    longest = max(longest, speculation.tree_nodes)
     usual = max(1, speculation.num_tokens)
     halves = [longest >> halving for halving in (1, 2)]  # each with recordings of its own
     lengths = {0, speculation.num_tokens, longest, *(half for half in halves if half >= 2 * usual)}

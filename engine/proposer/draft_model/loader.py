@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from engine.accounting.engine_stats import TranslationCounts
 from engine.batch.draft import NO_DRAFT, Draft
-from engine.config import CacheConfig, ModelConfig, SchedulerConfig, TreeConfig
+from engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from engine.proposer.byte_vocabulary import TextReader
 from engine.proposer.draft_model.ahead_drafter import AheadDrafter
 from engine.proposer.draft_model.model_proposer import ModelProposer
@@ -137,8 +137,8 @@ def load_drafter(
     cache: CacheConfig,
     scheduler: SchedulerConfig,
     target_path: str,
-    tree: TreeConfig | None = None,
     *,
+    has_trees: bool = False,
     is_ahead: bool = False,
 ) -> tuple[ModelProposer | TextProposer, AheadDrafter | None]:
     """Load a draft model for the target at `target_path`; with `is_ahead` also its drafter ahead of verification.
@@ -146,7 +146,7 @@ def load_drafter(
     Raises:
         ConfigError: the model cannot be served, or does not fit the target.
     """
-    choice = choose_vocabulary(target_path, model.path, needs_ids=is_ahead or tree is not None)
+    choice = choose_vocabulary(target_path, model.path, needs_ids=is_ahead or has_trees)
     if choice.vocabulary is DraftVocabulary.TEXT:
         return TextProposer(ModelProposer.from_config(model, cache, scheduler), choice.require_pair()), None
     translation, tokenizer_path = None, None
@@ -154,6 +154,12 @@ def load_drafter(
         translation, tokenizer_path = SharedTokens(choice.require_pair()), target_path
     vocab_size = choice.target_tokens.vocab_size
     proposer = ModelProposer.from_config(
-        model, cache, scheduler, vocab_size, tree, translation=translation, tokenizer_path=tokenizer_path
+        model,
+        cache,
+        scheduler,
+        vocab_size,
+        has_trees=has_trees,
+        translation=translation,
+        tokenizer_path=tokenizer_path,
     )
     return proposer, proposer.ahead_drafter() if is_ahead else None

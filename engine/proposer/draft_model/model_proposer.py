@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.accounting.engine_stats import TranslationCounts
 from engine.batch.draft import NO_DRAFT, Draft
-from engine.config import MASK_KEYS, CacheConfig, ModelConfig, SchedulerConfig, TreeConfig
+from engine.config import MASK_KEYS, CacheConfig, ModelConfig, SchedulerConfig
 from engine.kv_cache.block_manager import BlockManager
 from engine.kv_cache.state_pool import StateSlots, check_draft
 from engine.model.draft_heads.head import BlockLogits
@@ -62,9 +62,8 @@ class ModelProposer:
     blocks. Drafts of a model with recurrent layers are as long as the slots of its states allow.
     """
 
-    def __init__(self, model: DraftModel, tree: TreeConfig | None = None) -> None:
-        """Without a `tree` all drafts are chains."""
-        self._model, self._tree_config = model, tree
+    def __init__(self, model: DraftModel) -> None:
+        self._model = model
         self.sequences = model.sequences
 
     @classmethod
@@ -74,8 +73,8 @@ class ModelProposer:
         cache: CacheConfig,
         scheduler: SchedulerConfig,
         target_vocab_size: int | None = None,
-        tree: TreeConfig | None = None,
         *,
+        has_trees: bool = False,
         translation: Translation | None = None,
         tokenizer_path: str | None = None,
     ) -> ModelProposer:
@@ -93,7 +92,7 @@ class ModelProposer:
         runner = ModelRunner(replace(model, graphs=replace(model.graphs, draft_ids_end=ids_end)), cache)
         states = None
         if runner.num_states:
-            check_draft(model.path, tree)
+            check_draft(model.path, has_trees=has_trees)
             states = StateSlots(runner.num_states, scheduler.max_num_sequences)
             if runner.num_states < cache.num_states:
                 logger.warning(
@@ -110,7 +109,7 @@ class ModelProposer:
             grammars=GrammarCompiler(tokenizer_file(tokenizer_path or model.path), vocab_size, runner.eos_token_ids),
             mask_id=_mask_id(model.path, runner.vocab_size, translation),
         )
-        return cls(draft, tree)
+        return cls(draft)
 
     @property
     def counts(self) -> TranslationCounts:
@@ -217,7 +216,7 @@ class ModelProposer:
         num_drafts = min(query.max_draft_tokens, self._model.runner.max_model_len - num_read + 1)
         if num_drafts < 1 or not self.sequences.reserve(sequence, num_read + num_drafts - 1):
             return None
-        return _DraftPlan(sequence, num_drafts, query.max_tree_nodes if self._tree_config is not None else 0)
+        return _DraftPlan(sequence, num_drafts, query.max_tree_nodes)
 
     def _tree(self, plan: _DraftPlan) -> Tree:
         copy, sequence = plan.sequence, plan.sequence.target_sequence

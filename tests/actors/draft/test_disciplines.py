@@ -32,7 +32,6 @@ from engine.config import (
     ScorerKind,
     SpeculationConfig,
     StepConfig,
-    TreeConfig,
 )
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
@@ -73,12 +72,12 @@ def new_engine(
     folders: Folders,
     proposer: Proposer | None,
     verify: VerifyMode = VerifyMode.COUPLED,
-    tree: TreeConfig | None = None,
+    tree_nodes: int = 0,
     steps: StepConfig | None = None,
 ) -> EngineCore:
     model = ModelConfig(str(folders.target), dtype="float32", num_threads=1)
     limits = SchedulerConfig(max_model_len=128)
-    speculation = SpeculationConfig(K, verify, tree=tree, steps=steps)
+    speculation = SpeculationConfig(K, verify, tree_nodes=tree_nodes, steps=steps)
     return load_engine(EngineConfig(model, CACHE, limits, speculation), proposer)
 
 
@@ -133,10 +132,10 @@ class WatchedAheadDrafter:
 
 
 @contextmanager
-def serving(folders: Folders, path: Path, fan_out: int | None, tree: TreeConfig | None = None) -> Iterator[DraftServer]:
+def serving(folders: Folders, path: Path, fan_out: int | None) -> Iterator[DraftServer]:
     """A draft process, as a thread."""
     model = ModelConfig(str(folders.draft), dtype="float32")
-    proposer = ModelProposer.from_config(model, CACHE, SchedulerConfig(), tree=tree)
+    proposer = ModelProposer.from_config(model, CACHE, SchedulerConfig())
     ahead_drafter = None if fan_out is None else WatchedAheadDrafter(proposer.ahead_drafter(fan_out))
     listener = FrameListener(path)
     server = DraftServer(listener, proposer, proposer.model_version, ahead_drafter)
@@ -280,19 +279,19 @@ def test_methods_are_chosen_by_measurement_beside_drafts_that_work_ahead_and_one
     assert channel.stats.num_hits > 0
 
 
-@pytest.mark.parametrize("tree", [None, TreeConfig(num_nodes=6)], ids=["chains", "trees"])
+@pytest.mark.parametrize("tree_nodes", [0, 6], ids=["chains", "trees"])
 def test_drafts_made_ahead_of_some_verdicts_and_after_others_change_no_token(
-    tree: TreeConfig | None, folders: Folders, folder: Path, reference: Texts, monkeypatch: pytest.MonkeyPatch
+    tree_nodes: int, folders: Folders, folder: Path, reference: Texts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The planner may choose for every pass, with lengths and trees of its own."""
     dice = random.Random(0)
     monkeypatch.setattr(AheadChoice, "is_ahead", property(lambda choice: dice.random() < 0.5))
     charge_little_for_drafts(monkeypatch)
     methods = (SpeculationMethod.MODEL,)
-    speculation = SpeculationConfig(K, methods=methods, tree=tree, adaptive=True, can_draft_ahead=True)
+    speculation = SpeculationConfig(K, methods=methods, tree_nodes=tree_nodes, adaptive=True, can_draft_ahead=True)
     model = ModelConfig(str(folders.target), dtype="float32", num_threads=1)
     config = EngineConfig(model, CACHE, SchedulerConfig(max_model_len=128), speculation)
-    with serving(folders, folder / "draft.sock", FAN_OUT, tree) as server:
+    with serving(folders, folder / "draft.sock", FAN_OUT) as server:
         channel = connected(folder / "draft.sock")
         engine = load_engine(config, proposer_of(methods, channel))
         slow_down(engine, channel, [server], monkeypatch)
@@ -306,16 +305,15 @@ def test_drafts_made_ahead_of_some_verdicts_and_after_others_change_no_token(
 def test_trees_cross_the_channel_with_any_number_of_sequences(
     verify: VerifyMode, folders: Folders, folder: Path, reference: Texts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tree = TreeConfig(num_nodes=6)
     batch = requests()
     taken: list[tuple[int, Draft]] = []  # by the number of sequences in the pass
-    with serving(folders, folder / "draft.sock", None, tree):
+    with serving(folders, folder / "draft.sock", None):
         channel = connected(folder / "draft.sock")
         propose = channel.propose
         monkeypatch.setattr(
             channel, "propose", lambda batch: [taken.append((len(batch), d)) or d for d in propose(batch)]
         )
-        engine = new_engine(folders, channel, verify, tree)
+        engine = new_engine(folders, channel, verify, tree_nodes=6)
         texts = generate(engine, batch[:2], channel) | generate(engine, batch[2:3], channel)
         texts |= generate(engine, [replace(each, request_id=f"{each.request_id}, in four") for each in batch], channel)
         drafts = engine.stats().drafts

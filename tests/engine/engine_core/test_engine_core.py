@@ -16,7 +16,7 @@ from torch import Tensor
 import engine.engine_core
 from engine.batch.draft import Draft
 from engine.batch.span import Span
-from engine.config import SchedulerConfig, SpeculationConfig, TreeConfig
+from engine.config import SchedulerConfig, SpeculationConfig
 from engine.engine_core import EngineCore, Speculation
 from engine.kv_cache.block_manager import BlockManager
 from engine.proposer import NoProposer, Proposer
@@ -50,7 +50,7 @@ def make_core(
     num_drafts: int = 4,
     max_tokens_per_step: int = 256,
     adaptive: bool = False,
-    tree: TreeConfig | None = None,
+    tree_nodes: int = 0,
 ) -> EngineCore:
     blocks = BlockManager(num_blocks, 4, "m")
     return EngineCore(
@@ -59,7 +59,7 @@ def make_core(
         Speculation(
             proposer or NoProposer(),
             Verifier(),
-            SpeculationConfig(num_drafts, methods=(SpeculationMethod.MODEL,), adaptive=adaptive, tree=tree),
+            SpeculationConfig(num_drafts, methods=(SpeculationMethod.MODEL,), adaptive=adaptive, tree_nodes=tree_nodes),
         ),
     )
 
@@ -255,7 +255,7 @@ class ImpossibleTrees(ScriptedProposer):
 
 
 def test_a_draft_without_a_possible_token_stops_nothing() -> None:
-    core = make_core(ImpossibleTrees(right), adaptive=True, tree=TreeConfig(num_nodes=8))
+    core = make_core(ImpossibleTrees(right), adaptive=True, tree_nodes=8)
     core.add(request("a", max_tokens=90))
     assert outputs(run(core))["a"] == greedy((1, 2, 3), 90)
     assert core.stats().drafts.num_invalid_tokens > 0

@@ -22,7 +22,6 @@ from engine.config import (
     Quantization,
     SchedulerConfig,
     SpeculationConfig,
-    TreeConfig,
 )
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
@@ -69,13 +68,13 @@ def new_core(
     *,
     kv: KVDtype = KVDtype.AUTO,
     quantization: Quantization = Quantization.NONE,
-    tree: TreeConfig | None = None,
+    tree_nodes: int = 0,
     max_tokens_per_step: int = 2048,
 ) -> EngineCore:
     model = ModelConfig(str(folder), dtype=dtype, device="cpu", attention=attention, quantization=quantization)
     cache_config = CacheConfig(num_blocks=24, dtype=kv)
     methods = (SpeculationMethod.MODEL, SpeculationMethod.NONE)
-    speculation = SpeculationConfig(5, adaptive=False, methods=methods, tree=tree)
+    speculation = SpeculationConfig(5, adaptive=False, methods=methods, tree_nodes=tree_nodes)
     scheduler = SchedulerConfig(max_tokens_per_step=max_tokens_per_step)
     return load_engine(EngineConfig(model, cache_config, scheduler, speculation), proposer)
 
@@ -184,7 +183,7 @@ def test_branches_that_overflow_change_no_token(
     asked = [request(str(seed), (*CLEAN, seed), seed=seed, temperature=1.0) for seed in range(1, 4)]
     plain = texts(run(new_core(folder, dtype, attention, kv=kv), asked))
     proposer = PoisonousTrees(lambda sequence, count: plain[sequence.request_id][sequence.num_output_tokens :][:count])
-    core = new_core(folder, dtype, attention, proposer, kv=kv, tree=TreeConfig(5))
+    core = new_core(folder, dtype, attention, proposer, kv=kv, tree_nodes=5)
     assert texts(run(core, asked)) == plain
     assert core.stats().drafts.num_accepted_tokens > 20
 
@@ -251,19 +250,19 @@ def test_a_bias_of_infinity_in_masks_is_no_fault(folders: Callable[..., Path]) -
 
 
 @pytest.mark.parametrize("verify", VerifyMode)
-@pytest.mark.parametrize("tree", [None, TreeConfig(5)], ids=["chain", "tree"])
+@pytest.mark.parametrize("tree_nodes", [0, 5], ids=["chain", "tree"])
 def test_a_draft_model_that_overflows_drafts_nothing_and_is_counted(
-    folders: Callable[..., Path], tree: TreeConfig | None, verify: VerifyMode
+    folders: Callable[..., Path], tree_nodes: int, verify: VerifyMode
 ) -> None:
     target, draft = folders("float32", 0.4), folders("float32")
     config = ModelConfig(str(draft), dtype=ModelDtype.FLOAT32, device="cpu")
-    proposer, _ = load_drafter(config, CacheConfig(num_blocks=24), SchedulerConfig(), str(target), tree)
+    proposer, _ = load_drafter(config, CacheConfig(num_blocks=24), SchedulerConfig(), str(target))
     asked = [
         request(name, prompt, temperature=1.0, seed=3, speculation=SpeculationParams(verify=verify))
         for name, prompt in (("sound", CLEAN), ("poisoned", POISONED))
     ]
     plain = texts(run(new_core(target, "float32"), asked))
-    core = new_core(target, "float32", "auto", proposer, tree=tree)
+    core = new_core(target, "float32", "auto", proposer, tree_nodes=tree_nodes)
     chunks = run(core, asked)
     if verify is VerifyMode.COUPLED:
         assert texts(chunks) == plain

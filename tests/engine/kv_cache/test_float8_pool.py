@@ -22,7 +22,6 @@ from engine.config import (
     KVDtype,
     ModelConfig,
     SpeculationConfig,
-    TreeConfig,
 )
 from engine.engine_core.loading import load_engine
 from engine.kv_cache.pool import KVCache, LayerShape, ShardedKVLayout, block_bytes, loaded, stored
@@ -172,7 +171,7 @@ class Way:
 
     method: SpeculationMethod = SpeculationMethod.NONE
     head: HeadConfig | None = None
-    tree: TreeConfig | None = None
+    tree_nodes: int = 0
 
 
 def texts(folder: Path, way: Way) -> tuple[dict[str, list[int]], int]:
@@ -180,7 +179,7 @@ def texts(folder: Path, way: Way) -> tuple[dict[str, list[int]], int]:
     config = EngineConfig(
         ModelConfig(str(folder), "float32", DEVICE.type, attention="triton", graphs=GraphConfig(GraphKind.OFF)),
         CacheConfig(8, num_blocks=64, dtype="fp8"),
-        speculation=SpeculationConfig(3, methods=(way.method,), tree=way.tree),
+        speculation=SpeculationConfig(3, methods=(way.method,), tree_nodes=way.tree_nodes),
         head=way.head,
     )
     core = load_engine(config)
@@ -200,8 +199,8 @@ def test_speculation_changes_no_token_with_a_float8_pool(folder: Path) -> None:
     """Drafts of an MTP layer, whose KV shares the pool, as chains and as compacted trees."""
     plain, _ = texts(folder, Way())
     assert all(plain.values())
-    for tree in (None, TreeConfig(num_nodes=6)):
-        drafted, num_accepted = texts(folder, Way(SpeculationMethod.MTP, HeadConfig(HeadKind.MTP), tree))
+    for tree_nodes in (0, 6):
+        drafted, num_accepted = texts(folder, Way(SpeculationMethod.MTP, HeadConfig(HeadKind.MTP), tree_nodes))
         assert drafted == plain
         assert num_accepted > 0
 

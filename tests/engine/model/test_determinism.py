@@ -23,7 +23,6 @@ from engine.config import (
     Quantization,
     SchedulerConfig,
     SpeculationConfig,
-    TreeConfig,
 )
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
@@ -225,13 +224,13 @@ def demo_core(
 ) -> EngineCore:
     model = ModelConfig(str(DEMO / "target"), "bfloat16", "cpu", deterministic=True)
     scheduler = SchedulerConfig(max_num_sequences=max_sequences, max_tokens_per_step=chunk)
-    speculation = SpeculationConfig(4, tree=TreeConfig() if tree else None)
+    speculation = SpeculationConfig(4, tree_nodes=8 if tree else 0)
     return load_engine(EngineConfig(model, CacheConfig(num_blocks=256), scheduler, speculation), proposer)
 
 
-def model_proposer(tree: TreeConfig | None = None) -> ModelProposer:
+def model_proposer() -> ModelProposer:
     draft = ModelConfig(str(DEMO / "draft"), "bfloat16", "cpu")
-    return ModelProposer.from_config(draft, CacheConfig(num_blocks=256), SchedulerConfig(), tree=tree)
+    return ModelProposer.from_config(draft, CacheConfig(num_blocks=256), SchedulerConfig())
 
 
 def texts(core: EngineCore) -> dict[str, list[int]]:
@@ -255,4 +254,4 @@ def test_in_bfloat16_speculation_changes_no_token() -> None:
     core = demo_core(model_proposer())
     assert texts(core) == expected
     assert core.stats().drafts.num_accepted_tokens > 20
-    assert texts(demo_core(model_proposer(TreeConfig()), tree=True)) == expected
+    assert texts(demo_core(model_proposer(), tree=True)) == expected

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from engine.batch.span import SpanStates
-from engine.config import CacheConfig, ModelConfig, SchedulerConfig, TreeConfig
+from engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from engine.kv_cache.state_pool import StateSlots
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.sequence.sequence import ZEROS
@@ -103,4 +103,4 @@ def test_drafts_without_a_state_are_rejected(bamba: Family, monkeypatch: pytest.
 def test_trees_of_a_draft_are_refused_by_name(bamba: Family):
     model, cache = ModelConfig(str(bamba.folder), dtype="float32"), CacheConfig(P, 64, memory_bytes=None)
     with pytest.raises(ConfigError, match=r"speculation\.tree is set, but the draft .* has recurrent layers.*remove"):
-        ModelProposer.from_config(model, cache, SchedulerConfig(), tree=TreeConfig())
+        ModelProposer.from_config(model, cache, SchedulerConfig(), has_trees=True)

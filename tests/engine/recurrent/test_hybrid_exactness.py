@@ -13,7 +13,6 @@ from engine.config import (
     ModelConfig,
     SpeculationConfig,
     StepConfig,
-    TreeConfig,
 )
 from engine.engine_core.loading import load_engine
 from engine.kv_cache.block_manager import BlockManager
@@ -134,7 +133,7 @@ def test_states_take_at_most_half_of_the_memory_and_limit_the_sequences(lfm2: Fa
         lfm2.build(HITS, num_blocks=None, memory_bytes=1 << 10)
 
 
-@pytest.mark.parametrize("option", [{"tree": TreeConfig()}, {"steps": StepConfig()}], ids=str)
+@pytest.mark.parametrize("option", [{"tree_nodes": 8}, {"steps": StepConfig()}], ids=str)
 def test_trees_and_steps_are_refused_by_name(lfm2: Family, option: dict[str, Any]):
     config = EngineConfig(ModelConfig(str(lfm2.folder)), CacheConfig(P, 64), speculation=SpeculationConfig(**option))
     name = f"speculation.{next(iter(option))}"

@@ -20,7 +20,6 @@ from engine.config import (
     ModelConfig,
     SchedulerConfig,
     SpeculationConfig,
-    TreeConfig,
 )
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
@@ -107,12 +106,11 @@ def suffix(folders: Folders) -> Proposer:
     return SuffixProposer()
 
 
-def model(folders: Folders, tree: TreeConfig | None = None) -> Proposer:
+def model(folders: Folders) -> Proposer:
     return ModelProposer.from_config(
         ModelConfig(str(folders.draft), dtype="float32"),
         CacheConfig(num_blocks=256, memory_bytes=None),
         SchedulerConfig(),
-        tree=tree,
     )
 
 
@@ -123,7 +121,7 @@ def ahead(folders: Folders) -> Proposer:
 
 
 def dynamic_trees(folders: Folders) -> Proposer:
-    return model(folders, TREE)
+    return model(folders)
 
 
 def adversary(folders: Folders) -> Proposer:
@@ -145,12 +143,12 @@ class Setup:
     num_blocks: int = 256
     verify: VerifyMode = VerifyMode.COUPLED
     num_repeats: int = 1  # from the second on, prompts hit the prefix cache
-    tree: TreeConfig | None = None
+    tree_nodes: int = 0
     adaptive: bool = False
 
 
 REFERENCE = Setup(num_at_once=1)
-TREE = TreeConfig(num_nodes=9)
+TREE = 9
 
 SETUPS = {
     "batched": Setup(),
@@ -164,16 +162,18 @@ SETUPS = {
     "adversary": Setup(adversary, 4),
     "adversary, alone": Setup(adversary, 8, num_at_once=1),
     "adversary, chunked and preempted": Setup(adversary, 5, max_tokens_per_step=40, num_blocks=10),
-    "tree adversary": Setup(tree_adversary, 4, tree=TREE),
-    "tree adversary, alone": Setup(tree_adversary, 8, num_at_once=1, tree=TREE),
-    "tree adversary, chunked and preempted": Setup(tree_adversary, 5, max_tokens_per_step=40, num_blocks=10, tree=TREE),
+    "tree adversary": Setup(tree_adversary, 4, tree_nodes=TREE),
+    "tree adversary, alone": Setup(tree_adversary, 8, num_at_once=1, tree_nodes=TREE),
+    "tree adversary, chunked and preempted": Setup(
+        tree_adversary, 5, max_tokens_per_step=40, num_blocks=10, tree_nodes=TREE
+    ),
     "tree adversary where chains are wanted": Setup(tree_adversary, 4),
-    "draft trees": Setup(dynamic_trees, 4, tree=TREE),
-    "draft trees, alone": Setup(dynamic_trees, 6, num_at_once=1, tree=TREE),
-    "draft trees, chunked": Setup(dynamic_trees, 5, max_tokens_per_step=11, tree=TREE),
-    "draft trees, preempted": Setup(dynamic_trees, 4, num_blocks=10, tree=TREE),
-    "draft trees, prefix hits": Setup(dynamic_trees, 4, num_repeats=2, tree=TREE),
-    "draft trees, adaptive": Setup(dynamic_trees, 4, tree=TREE, adaptive=True),
+    "draft trees": Setup(dynamic_trees, 4, tree_nodes=TREE),
+    "draft trees, alone": Setup(dynamic_trees, 6, num_at_once=1, tree_nodes=TREE),
+    "draft trees, chunked": Setup(dynamic_trees, 5, max_tokens_per_step=11, tree_nodes=TREE),
+    "draft trees, preempted": Setup(dynamic_trees, 4, num_blocks=10, tree_nodes=TREE),
+    "draft trees, prefix hits": Setup(dynamic_trees, 4, num_repeats=2, tree_nodes=TREE),
+    "draft trees, adaptive": Setup(dynamic_trees, 4, tree_nodes=TREE, adaptive=True),
     "draft, alone": Setup(model, 4, num_at_once=1),
     "draft, chunked": Setup(model, 4, max_tokens_per_step=11),
     "draft, preempted": Setup(model, 4, num_blocks=10),
@@ -209,7 +209,7 @@ def build(folders: Folders, setup: Setup) -> EngineCore:
         ModelConfig(str(folders.target), dtype="float32"),
         CacheConfig(num_blocks=setup.num_blocks, memory_bytes=None),
         SchedulerConfig(max_tokens_per_step=setup.max_tokens_per_step, max_model_len=128),
-        SpeculationConfig(setup.num_draft_tokens, setup.verify, tree=setup.tree, adaptive=setup.adaptive),
+        SpeculationConfig(setup.num_draft_tokens, setup.verify, tree_nodes=setup.tree_nodes, adaptive=setup.adaptive),
     )
     return load_engine(config, setup.proposer(folders))
 
@@ -270,7 +270,7 @@ def test_paths_that_are_accepted_out_of_order_leave_the_right_kv(
     num_blocks: int, folders: Folders, reference: dict[str, Text]
 ) -> None:
     """Every accepted node comes after two rejected ones, so every pass moves KV, which later passes and prompts use."""
-    setup = Setup(num_draft_tokens=3, num_blocks=num_blocks, tree=TREE)
+    setup = Setup(num_draft_tokens=3, num_blocks=num_blocks, tree_nodes=TREE)
     setup = replace(setup, proposer=lambda folders: Oracle(reference))
     engine = build(folders, setup)
     for _ in range(2):
@@ -294,7 +294,7 @@ def assert_same_logprobs(ours: Seq[TokenLogprobs], theirs: Seq[TokenLogprobs]) -
 def test_greedy_text_is_the_same_in_every_mode(
     proposer: Callable[[Folders], Proposer], verify: VerifyMode, folders: Folders, reference: dict[str, Text]
 ) -> None:
-    setup = Setup(proposer, 4, verify=verify, tree=TREE if proposer is dynamic_trees else None)
+    setup = Setup(proposer, 4, verify=verify, tree_nodes=TREE if proposer is dynamic_trees else 0)
     texts = generate(build(folders, setup), setup)
     greedy = [request.request_id for request in requests() if request.sampling.temperature == 0.0]
     assert [texts[key].token_ids for key in greedy] == [reference[key].token_ids for key in greedy]

@@ -23,7 +23,6 @@ from engine.config import (
     ModelDtype,
     SchedulerConfig,
     SpeculationConfig,
-    TreeConfig,
 )
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
@@ -36,7 +35,7 @@ from tests.engine.fixtures.ahead_proposer import AheadProposer
 from tests.engine.fixtures.checkpoints import Folders, write_letters, write_pair
 
 MAX_TOKENS = 20
-TREE = TreeConfig(num_nodes=7)
+TREE = 7
 GRAMMAR = Grammar(GrammarKind.REGEX, "([a-f][g-m]|n[a-z]{2})*", "guided_regex")
 SAMPLINGS = (
     SamplingParams(temperature=0.0),
@@ -65,7 +64,7 @@ def trees(folders: Folders) -> ModelProposer:
         ModelConfig(str(folders.draft), dtype=ModelDtype.FLOAT32),
         CacheConfig(num_blocks=256, memory_bytes=None),
     )
-    return ModelProposer.from_config(model, cache, SchedulerConfig(), tree=TREE)
+    return ModelProposer.from_config(model, cache, SchedulerConfig())
 
 
 def ahead(folders: Folders) -> AheadProposer:
@@ -85,7 +84,7 @@ def requests() -> list[GenerateRequest]:
 
 
 def build(folders: Folders, proposer: Proposer | None) -> EngineCore:
-    speculation = SpeculationConfig(4, max_num_tokens=6, tree=TREE, adaptive=True)
+    speculation = SpeculationConfig(4, max_num_tokens=6, tree_nodes=TREE, adaptive=True)
     model = ModelConfig(str(folders.target), dtype=ModelDtype.FLOAT32)
     limits, cache = SchedulerConfig(max_model_len=128), CacheConfig(num_blocks=256, memory_bytes=None)
     return load_engine(EngineConfig(model, cache, limits, speculation), proposer)

@@ -24,7 +24,6 @@ from engine.config import (
     ModelConfig,
     SchedulerConfig,
     SpeculationConfig,
-    TreeConfig,
 )
 from engine.engine_core.loading import load_engine
 from engine.kv_cache.pool import KVCache, LayerShape
@@ -221,7 +220,7 @@ def test_buckets_follow_from_the_limits_of_the_engine() -> None:
         GraphBucket(24, 4),
         GraphBucket(64, 4),
     ]
-    tree = sized(GraphConfig(), limits, SpeculationConfig(3, tree=TreeConfig(num_nodes=8)))
+    tree = sized(GraphConfig(), limits, SpeculationConfig(3, tree_nodes=8))
     assert (tree.row_counts, tree.has_trees) == ((1, 4, 9), True)
     assert sized(GraphConfig(), limits, SpeculationConfig(2, max_num_tokens=5, adaptive=True)).row_counts == (1, 3, 6)
     suffixes = SpeculationConfig(3, max_num_tokens=8, methods=(SpeculationMethod.SUFFIX,))
@@ -436,15 +435,15 @@ def test_no_recording_is_lost_where_rows_are_written_in_any_order(
     assert passes._buckets == graph_buckets(graphs)
 
 
-@pytest.mark.parametrize("tree", [None, TreeConfig(num_nodes=5)])
-def test_texts_are_the_same_with_padded_passes(folders: Folders, tree: TreeConfig | None) -> None:
+@pytest.mark.parametrize("tree_nodes", [0, 5])
+def test_texts_are_the_same_with_padded_passes(folders: Folders, tree_nodes: int) -> None:
     def generate(kind: GraphKind) -> dict[str, list[int]]:
         graphs = GraphConfig(kind, batches=(2, 4))
         model = ModelConfig(str(folders.target), dtype="float32", device="cpu", graphs=graphs)
         cache, limits = CacheConfig(BLOCK_SIZE, num_blocks=NUM_BLOCKS), SchedulerConfig(3, 32)
-        speculation = SpeculationConfig(3, tree=tree)
+        speculation = SpeculationConfig(3, tree_nodes=tree_nodes)
         draft = ModelConfig(str(folders.draft), "float32", "cpu", graphs=sized(graphs, limits, speculation))
-        proposer = ModelProposer.from_config(draft, cache, limits, tree=tree)
+        proposer = ModelProposer.from_config(draft, cache, limits)
         core = load_engine(EngineConfig(model, cache, limits, speculation), proposer)
         for index in range(5):
             sampling = SamplingParams(temperature=0.7 * (index % 2), seed=index, max_tokens=20)

@@ -27,7 +27,6 @@ from engine.config import (
     ModelConfig,
     SchedulerConfig,
     SpeculationConfig,
-    TreeConfig,
 )
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
@@ -86,7 +85,7 @@ SAMPLINGS = (
     SamplingParams(temperature=1.0, presence_penalty=1.0, top_p=0.9),
     SamplingParams(temperature=0.9, repetition_penalty=1.3, num_logprobs=2),
 )
-TREE = TreeConfig(num_nodes=7)
+TREE = 7
 GRAMMAR = Grammar(GrammarKind.REGEX, "([a-f][g-m]|n[a-z]{2})*", "guided_regex")
 
 
@@ -131,7 +130,7 @@ class HeadSetup:
     max_tokens_per_step: int = 512
     num_blocks: int = 256
     num_repeats: int = 1
-    tree: TreeConfig | None = None
+    tree_nodes: int = 0
     adaptive: bool = False
     verify: VerifyMode = VerifyMode.COUPLED
     graphs: GraphKind = GraphKind.AUTO
@@ -143,10 +142,10 @@ SETUPS = {
     "batch": HeadSetup(num_drafts=5),
     "chunked, then prefix hits": HeadSetup(max_tokens_per_step=13, num_repeats=2),
     "preempted": HeadSetup(num_blocks=16),
-    "trees": HeadSetup(tree=TREE, num_drafts=4, num_repeats=2),
-    "trees, preempted": HeadSetup(tree=TREE, num_blocks=16),
+    "trees": HeadSetup(tree_nodes=TREE, num_drafts=4, num_repeats=2),
+    "trees, preempted": HeadSetup(tree_nodes=TREE, num_blocks=16),
     "adaptive": HeadSetup(adaptive=True),
-    "adaptive trees": HeadSetup(tree=TREE, adaptive=True),
+    "adaptive trees": HeadSetup(tree_nodes=TREE, adaptive=True),
     "padded": HeadSetup(graphs=GraphKind.EAGER),
     "methods": HeadSetup(methods=(SpeculationMethod.HYBRID, SpeculationMethod.NONE, SpeculationMethod.SUFFIX)),
 }
@@ -181,7 +180,7 @@ def build(
         ),
         CacheConfig(P, setup.num_blocks, memory_bytes=None),
         SchedulerConfig(max_tokens_per_step=setup.max_tokens_per_step, max_model_len=120),
-        SpeculationConfig(setup.num_drafts, setup.verify, 8, methods, setup.tree, setup.adaptive),
+        SpeculationConfig(setup.num_drafts, setup.verify, 8, methods, setup.tree_nodes, setup.adaptive),
         head,
         min_remote_prefill_tokens=8,
     )
@@ -230,15 +229,15 @@ def reference(world: HeadModels) -> dict[str, tuple[int, ...]]:
     return texts
 
 
-@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("tree_nodes", [0, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("kind", HEADS)
 def test_hidden_states_that_are_not_finite_end_their_own_request_and_spoil_no_draft(
-    world: HeadModels, kind: str, tree: TreeConfig | None
+    world: HeadModels, kind: str, tree_nodes: int
 ) -> None:
     """Heads read the states of a faulty prompt and of rejected drafts; other requests next to it, and later, do not."""
-    setup = HeadSetup(num_blocks=32, tree=tree)
+    setup = HeadSetup(num_blocks=32, tree_nodes=tree_nodes)
     asked = requests(setup)[:2]
-    expected = generate(build(world, None, replace(setup, tree=None)), asked)
+    expected = generate(build(world, None, replace(setup, tree_nodes=0)), asked)
     used = {token for request in asked for token in (*request.prompt_token_ids, *expected[request.request_id])}
     poison = min(set(range(1, VOCAB_SIZE)) - used)
     engine = build(world, kind, setup)
@@ -355,7 +354,7 @@ def test_a_head_changes_no_token(
     if not setup.adaptive:  # which counts the time, and may soon draft nothing
         assert stats.drafts.num_accepted_tokens > (5 if setup.methods or kind in BLOCKS else 10)
     assert (stats.num_preemptions > 0) is (setup.num_blocks < 20)
-    if setup.tree is None:
+    if not setup.tree_nodes:
         assert ("block" in stats.drafts.num_passes_by_shape) is (kind in ONE_PASS)
     if setup.num_repeats > 1:
         assert stats.num_prefix_hit_tokens > 0
@@ -367,9 +366,9 @@ def test_a_head_changes_no_token(
             assert each.draft.token_ids[:num_checked] == expected[:num_checked]
 
 
-@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("tree_nodes", [0, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("kind", HEADS)
-def test_a_head_keeps_to_a_grammar_and_changes_no_choice(kind: str, tree: TreeConfig | None, world: HeadModels) -> None:
+def test_a_head_keeps_to_a_grammar_and_changes_no_choice(kind: str, tree_nodes: int, world: HeadModels) -> None:
     """Two choices of one prompt at T = 0.7 and 1, each with a grammar, and without."""
     asked = [
         GenerateRequest(
@@ -382,7 +381,7 @@ def test_a_head_keeps_to_a_grammar_and_changes_no_choice(kind: str, tree: TreeCo
         for sample_index in (0, 1)
         for grammar in (None, GRAMMAR)
     ]
-    engine = build(world, kind, HeadSetup(tree=tree))
+    engine = build(world, kind, HeadSetup(tree_nodes=tree_nodes))
     assert generate(engine, asked) == generate(build(world, None, HeadSetup(num_drafts=0)), asked)
     assert engine.stats().drafts.num_draft_tokens > 0
 
@@ -392,7 +391,7 @@ def test_a_head_keeps_to_a_grammar_and_changes_no_choice(kind: str, tree: TreeCo
 def test_greedy_text_is_the_same_in_every_mode(
     verify: VerifyMode, kind: str, world: HeadModels, reference: dict[str, tuple[int, ...]]
 ) -> None:
-    setup = HeadSetup(verify=verify, tree=TREE)
+    setup = HeadSetup(verify=verify, tree_nodes=TREE)
     engine = build(world, kind, setup)
     texts = generate(engine, requests(setup))
     greedy = [request.request_id for request in requests(setup) if request.sampling.temperature == 0.0]
@@ -430,7 +429,7 @@ def test_a_head_drafts_for_a_target_on_two_ranks(
 ) -> None:
     """Trees move its keys and values, a small pool is preempted, and another engine reads them of exported blocks."""
     fork_ranks(monkeypatch)
-    engine = build(world, kind, HeadSetup(tree=TREE, num_drafts=4, num_blocks=16, num_ranks=2))
+    engine = build(world, kind, HeadSetup(tree_nodes=TREE, num_drafts=4, num_blocks=16, num_ranks=2))
     try:
         drafted = record(engine)
         assert generate(engine, requests(HeadSetup())) == reference
@@ -529,7 +528,7 @@ def changed(head: HeadConfig, folder: Path, change: float) -> HeadConfig:
 
 
 @pytest.mark.parametrize(
-    ("kind", "tree"),
+    ("kind", "tree_nodes"),
     [
         (HeadKind.EAGLE3, None),
         (HeadKind.EAGLE3, TREE),
@@ -542,10 +541,10 @@ def changed(head: HeadConfig, folder: Path, change: float) -> HeadConfig:
     ],
 )
 def test_heads_exchanged_at_any_step_change_no_text_and_read_no_keys_of_each_other(
-    world: HeadModels, reference: dict[str, tuple[int, ...]], kind: str, tree: TreeConfig | None, tmp_path: Path
+    world: HeadModels, reference: dict[str, tuple[int, ...]], kind: str, tree_nodes: int, tmp_path: Path
 ) -> None:
     """A new head drafts for new texts as after a start, though their prefixes were cached. Trees are preempted."""
-    setup = HeadSetup(num_blocks=24 if tree else 256, tree=tree)
+    setup = HeadSetup(num_blocks=24 if tree_nodes else 256, tree_nodes=tree_nodes)
     engine, fresh = build(world, kind, setup), build(world, kind, setup)
     runner = model_runner(engine)
     first = runner.head
@@ -618,7 +617,7 @@ def test_a_watched_head_that_overflows_in_a_full_tree_drafts_no_more(
     world: HeadModels, reference: dict[str, tuple[int, ...]], tmp_path: Path
 ) -> None:
     """The first of three Medusa heads is sound, so its tokens fill the tree, and no node shows that others are not."""
-    setup = HeadSetup(tree=TreeConfig(num_nodes=2), num_drafts=3)
+    setup = HeadSetup(tree_nodes=2, num_drafts=3)
     engine = build(world, HeadKind.MEDUSA, setup)
     reports: list[bool] = []
     folder = changed(world.head(HeadKind.MEDUSA), tmp_path / "bad", 1.0).path

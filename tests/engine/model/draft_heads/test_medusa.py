@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from engine.accounting.record import PassedRows
 from engine.batch.draft import Draft
-from engine.config import HeadKind, TreeConfig
+from engine.config import HeadKind
 from engine.model.draft_heads.loader import HeadTarget
 from engine.model.draft_heads.medusa import MedusaHeads
 from engine.model.draft_heads.published import TargetShape
@@ -232,25 +232,23 @@ class TabularHeads(MedusaHeads):
         return torch.stack(rows, dim=1).float()
 
 
-def draft(
-    model: TabularModel, sequences: Seq[Sequence], num_drafts: int, tree: TreeConfig | None = None
-) -> list[Draft]:
+def draft(model: TabularModel, sequences: Seq[Sequence], num_drafts: int, tree_nodes: int = 0) -> list[Draft]:
     """Medusa proposer over the states that `TabularHeads` reads."""
     states = torch.tensor([[len(s.token_ids) % NUM_PHASES, s.token_ids[-1]] for s in sequences], dtype=torch.float32)
     runner: Any = SimpleNamespace(features=states, block_size=8)
-    proposer = BlockProposer(runner, TabularHeads(model, num_drafts), tree)
+    proposer = BlockProposer(runner, TabularHeads(model, num_drafts))
     passed, batch = [], []
     for row, sequence in enumerate(sequences):
         proposer.open(sequence)
         end = len(sequence.token_ids)
         passed.append(PassedRows(sequence, end - 2, [row], [sequence.token_ids[-1]], is_newest=True))
-        batch.append(make_scheduled(sequence, num_drafts, tree.num_nodes if tree else 0))
+        batch.append(make_scheduled(sequence, num_drafts, tree_nodes))
     proposer.learn(passed)
     return proposer.propose(batch)
 
 
 def draft_trees(model: TabularModel, sequences: Seq[Sequence], num_drafts: int) -> list[Draft]:
-    return draft(model, sequences, num_drafts, TreeConfig(5))
+    return draft(model, sequences, num_drafts, 5)
 
 
 def all_paths(pair: TabularPair, verify: VerifyMode) -> list[tuple[Draft, float]]:
@@ -298,7 +296,7 @@ def test_a_coupled_draft_changes_no_token() -> None:
 def test_a_state_is_used_for_the_tokens_that_it_belongs_to_and_no_others() -> None:
     sequence = new_sequence(SamplingParams())
     runner: Any = SimpleNamespace(features=torch.zeros(1, 2), block_size=8)
-    proposer = BlockProposer(runner, TabularHeads(PEAKED.draft, 2), None)
+    proposer = BlockProposer(runner, TabularHeads(PEAKED.draft, 2))
     scheduled = make_scheduled(sequence, 2)
     assert proposer.propose([scheduled]) == [Draft()]
     proposer.open(sequence)

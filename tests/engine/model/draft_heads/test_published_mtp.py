@@ -109,7 +109,7 @@ def test_its_drafts_follow_a_prompt_that_was_read_elsewhere_and_a_target_on_two_
     assert engine.stats().remote.num_tokens > 50
     assert engine.stats().drafts.num_accepted_tokens > 5
     fork_ranks(monkeypatch)
-    sharded = build(world, head_of(world), HeadSetup(tree=TREE, num_drafts=4, num_blocks=16, num_ranks=2))
+    sharded = build(world, head_of(world), HeadSetup(tree_nodes=TREE, num_drafts=4, num_blocks=16, num_ranks=2))
     try:
         drafted = record(sharded)
         assert generate(sharded, requests(HeadSetup())) == reference
@@ -121,7 +121,7 @@ def test_its_drafts_follow_a_prompt_that_was_read_elsewhere_and_a_target_on_two_
 
 
 def test_it_is_exchanged_while_it_drafts(world: HeadModels, reference: Texts, tmp_path: Path) -> None:
-    engine = build(world, head_of(world), HeadSetup(tree=TREE))
+    engine = build(world, head_of(world), HeadSetup(tree_nodes=TREE))
     runner, steps = model_runner(engine), count(1)
     heads = [runner.head, runner.load_head(str(changed(head_of(world), tmp_path / "other", -0.7).path))]
 

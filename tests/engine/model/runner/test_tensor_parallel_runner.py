@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, Qwen3Config
 
 from engine.batch.span import Span
-from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig, TreeConfig
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.engine_core import EngineCore, Speculation
 from engine.engine_core.loading import load_engine
 from engine.kv_cache.block_manager import BlockManager
@@ -56,15 +56,15 @@ def sharded(folders: Folders) -> Iterator[TensorParallelRunner]:
     runner.close()
 
 
-def generate(runner: ModelRunner, draft: Path | None, tree: TreeConfig | None = None) -> dict[str, list[int]]:
+def generate(runner: ModelRunner, draft: Path | None, tree_nodes: int = 0) -> dict[str, list[int]]:
     """Texts of four requests; the pool is small enough that blocks are used again."""
     limits = SchedulerConfig(max_num_sequences=3, max_tokens_per_step=16)
     blocks = BlockManager(runner.num_blocks, runner.block_size, runner.model_version)
     scheduler = Scheduler(limits, blocks, runner.max_model_len)
-    speculation = SpeculationConfig(3 if draft else 0, tree=tree)
+    speculation = SpeculationConfig(3 if draft else 0, tree_nodes=tree_nodes)
     proposer = None
     if draft is not None:
-        proposer = ModelProposer.from_config(config(draft, 1), CACHE, limits, tree=tree)
+        proposer = ModelProposer.from_config(config(draft, 1), CACHE, limits)
     parts = Speculation(proposer or NoProposer(), Verifier(), speculation)
     core = EngineCore(runner, scheduler, parts)
     for index, prompt in enumerate(PROMPTS):
@@ -85,8 +85,7 @@ def test_texts_are_those_of_an_unsharded_model_with_and_without_drafts(
     expected = generate(alone, None)
     assert generate(sharded, None) == expected
     assert generate(sharded, folders.draft) == expected
-    tree = TreeConfig(num_nodes=6)  # whose accepted paths are moved
-    assert generate(sharded, folders.draft, tree) == expected
+    assert generate(sharded, folders.draft, tree_nodes=6) == expected  # accepted paths are moved
 
 
 def test_exported_blocks_have_all_heads_and_can_be_imported(alone: ModelRunner, sharded: TensorParallelRunner) -> None:

@@ -19,7 +19,6 @@ from engine.config import (
     ModelConfig,
     SchedulerConfig,
     SpeculationConfig,
-    TreeConfig,
 )
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
@@ -62,9 +61,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return write_small_pair(tmp_path_factory.mktemp("small"))
 
 
-def intersection(folders: Folders, tree: TreeConfig | None = None) -> Proposer:
+def intersection(folders: Folders, *, has_trees: bool = False) -> Proposer:
     model = ModelConfig(str(folders.draft), dtype="float32", num_threads=1)
-    return load_drafter(model, CACHE, SchedulerConfig(), str(folders.target), tree)[0]
+    return load_drafter(model, CACHE, SchedulerConfig(), str(folders.target), has_trees=has_trees)[0]
 
 
 def ahead(folders: Folders) -> Proposer:
@@ -74,7 +73,7 @@ def ahead(folders: Folders) -> Proposer:
 
 
 def trees(folders: Folders) -> Proposer:
-    return intersection(folders, TreeConfig())
+    return intersection(folders, has_trees=True)
 
 
 def text(folders: Folders) -> Proposer:
@@ -83,10 +82,10 @@ def text(folders: Folders) -> Proposer:
 
 
 def new_engine(
-    folders: Folders, proposer: Proposer | None, verify: VerifyMode = VerifyMode.COUPLED, tree: TreeConfig | None = None
+    folders: Folders, proposer: Proposer | None, verify: VerifyMode = VerifyMode.COUPLED, tree_nodes: int = 0
 ) -> EngineCore:
     model = ModelConfig(str(folders.target), dtype="float32", num_threads=1)
-    speculation = SpeculationConfig(K if proposer else 0, verify, tree=tree)
+    speculation = SpeculationConfig(K if proposer else 0, verify, tree_nodes=tree_nodes)
     limits = SchedulerConfig(max_num_sequences=256, max_model_len=128)
     return load_engine(EngineConfig(model, replace(CACHE, num_blocks=2048), limits, speculation), proposer)
 
@@ -123,7 +122,7 @@ def test_the_output_is_the_one_without_a_draft(
     folders: Folders, reference: Texts, drafting: Callable[[Folders], Proposer], least: float
 ) -> None:
     proposer = drafting(folders)
-    engine = new_engine(folders, proposer, tree=TreeConfig() if drafting is trees else None)
+    engine = new_engine(folders, proposer, tree_nodes=8 if drafting is trees else 0)
     assert generate(engine, requests()) == reference
     assert engine.stats().drafts.acceptance_length > least
     if isinstance(proposer, AheadProposer):
@@ -216,7 +215,7 @@ def test_trees_and_drafts_made_ahead_do_not_go_through_text(folders: Folders) ->
     model = ModelConfig(str(folders.draft), dtype="float32")
     with patch(COVERAGE, 1.1):
         assert isinstance(intersection(folders), TextProposer)
-        assert isinstance(intersection(folders, TreeConfig()), ModelProposer)
+        assert isinstance(intersection(folders, has_trees=True), ModelProposer)
         proposer, ahead = load_drafter(model, CACHE, SchedulerConfig(), str(folders.target), is_ahead=True)
     assert isinstance(proposer, ModelProposer)
     assert ahead is not None

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.batch.draft import Draft
-from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig, TreeConfig
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
 from engine.model.runner.model_runner import ModelRunner
@@ -53,9 +53,9 @@ def set_mask(folder: Path, mask_id: object) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"pard_token": mask_id}))
 
 
-def proposer_at(folder: Path, tree: TreeConfig | None = None, num_blocks: int = 64) -> ModelProposer:
+def proposer_at(folder: Path, num_blocks: int = 64) -> ModelProposer:
     model = ModelConfig(str(folder), dtype="float32", device="cpu")
-    return ModelProposer.from_config(model, CacheConfig(8, num_blocks), SchedulerConfig(), VOCAB_SIZE, tree)
+    return ModelProposer.from_config(model, CacheConfig(8, num_blocks), SchedulerConfig(), VOCAB_SIZE)
 
 
 def engine_of(folders: Folders, draft: Proposer | None, speculation: SpeculationConfig) -> EngineCore:
@@ -82,15 +82,15 @@ SPECULATION = SpeculationConfig(3, methods=(SpeculationMethod.MODEL,))
 
 
 @pytest.mark.parametrize(
-    ("folders", "tree"),
-    [(None, None), ("bamba", None), (None, TreeConfig(num_nodes=5))],
+    ("folders", "tree_nodes"),
+    [(None, 0), ("bamba", 0), (None, 5)],
     indirect=["folders"],
     ids=["chains", "recurrent chains", "trees"],
 )
 def test_one_pass_drafts_what_the_model_computes_after_masks_and_changes_no_token(
-    tree: TreeConfig | None, folders: Folders, monkeypatch: pytest.MonkeyPatch
+    tree_nodes: int, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    proposer = proposer_at(folders.draft, tree, num_blocks=12)
+    proposer = proposer_at(folders.draft, num_blocks=12)
     model = AutoModelForCausalLM.from_pretrained(folders.draft, dtype=torch.float32).eval()
     propose, checked = proposer.propose, []
 
@@ -107,14 +107,14 @@ def test_one_pass_drafts_what_the_model_computes_after_masks_and_changes_no_toke
         return drafts
 
     monkeypatch.setattr(proposer, "propose", recording)
-    core = engine_of(folders, proposer, replace(SPECULATION, tree=tree))
+    core = engine_of(folders, proposer, replace(SPECULATION, tree_nodes=tree_nodes))
     assert texts(core, REQUESTS) == texts(engine_of(folders, None, SPECULATION), REQUESTS)
     assert len(checked) > 5
     assert all(checked)
     assert core.stats().drafts.num_accepted_tokens > 10
     assert core.stats().num_preemptions > 0
     shapes = core.stats().drafts.num_passes_by_shape
-    assert shapes["block" if tree is None else "tree"] > 10
+    assert shapes["tree" if tree_nodes else "block"] > 10
 
 
 def test_greedy_text_is_the_same_under_rejection(folders: Folders) -> None:
