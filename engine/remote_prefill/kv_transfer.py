@@ -208,11 +208,6 @@ class ExportedBlocks:
     state: PendingTensor | None = None
 
 
-@dataclass(slots=True)
-class _ExportProgress:
-    next_block: int
-
-
 class BlockExporter:
     """Passes each full block of the watched sequences to `sink` once, in order, at most `max_blocks` per call.
 
@@ -227,21 +222,21 @@ class BlockExporter:
         self._block_size = pool.kv_layout.block_size
         self._max_blocks = max_blocks
         self._sink = sink
-        self._watched: dict[str, _ExportProgress] = {}
+        self._next_blocks: dict[str, int] = {}  # of the watched sequences
 
     def watch(self, request_id: str, first_block: int) -> None:
         """Export the blocks of this sequence from `first_block` on; call it before the engine gets the sequence."""
-        self._watched[request_id] = _ExportProgress(first_block)
+        self._next_blocks[request_id] = first_block
 
     def forget(self, request_id: str) -> None:
         """Export no more blocks of this sequence."""
-        self._watched.pop(request_id, None)
+        self._next_blocks.pop(request_id, None)
 
     def collect(self, batch: Batch) -> None:
         """Export the blocks that this batch has completed."""
         for scheduled in batch.scheduled:
-            if progress := self._watched.get(scheduled.sequence.request_id):
-                self._export(scheduled, progress)
+            if (first := self._next_blocks.get(scheduled.sequence.request_id)) is not None:
+                self._export(scheduled, first)
 
     def export(self, request_id: str, first_block: int, block_ids: Seq[int], state_slot: int | None = None) -> None:
         """Export blocks of the pool as blocks `first_block` onwards of a request, and the state after the last."""
@@ -253,8 +248,9 @@ class BlockExporter:
             pending = None if state is None else PendingTensor(state)
             self._sink(ExportedBlocks(request_id, first_block + start, PendingTensor(blocks), pending))
 
-    def _export(self, scheduled: ScheduledSequence, progress: _ExportProgress) -> None:
-        sequence, first = scheduled.sequence, progress.next_block
-        progress.next_block = end = max(first, (scheduled.start + scheduled.num_tokens) // self._block_size)
+    def _export(self, scheduled: ScheduledSequence, first: int) -> None:
+        sequence = scheduled.sequence
+        end = max(first, (scheduled.start + scheduled.num_tokens) // self._block_size)
+        self._next_blocks[sequence.request_id] = end
         state_slot = sequence.states.get(end * self._block_size)
         self.export(sequence.request_id, first, sequence.block_table[first:end], state_slot)

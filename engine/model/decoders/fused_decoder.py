@@ -34,7 +34,7 @@ from engine.model.decoders.families import (
     rotary_of,
 )
 from engine.model.decoders.mlp import Mlp
-from engine.model.decoders.native_layers import MAX_TABLES, DecoderLayer, DecoderShape, NativeLayers
+from engine.model.decoders.native_layers import MAX_TABLES, DecoderCall, DecoderLayer, NativeLayers
 from engine.model.decoders.rotary import RotaryTable
 from engine.model.decoders.row_operations import RowOperations, row_operations
 from engine.model.decoders.stock_layers import StockLayers
@@ -374,7 +374,7 @@ class FusedDecoder:
     def _one_call(self) -> NativeLayers | None:
         if self._rank.size > 1 or len(self._rotaries) > MAX_TABLES:
             return None
-        shape = DecoderShape(
+        decoder = DecoderCall(
             hidden_size=self._embedding.shape[1],
             num_heads=self._num_heads,
             norms_values=self._norms_values,
@@ -386,10 +386,9 @@ class FusedDecoder:
             activation=Gate.NONE if self._family.is_gated else self._gate,
             epsilon=self._epsilon,
             residual_scale=self._residual_scale,
-            dtype=self._dtype,
             has_wide_stream=self._has_wide_stream,
         )
-        return NativeLayers.of(self._layers, shape)
+        return NativeLayers.of(self._layers, decoder, self._dtype)
 
     def _row_operations(self, head_dims: set[int]) -> RowOperations:
         like = self._embedding.new_empty(0, dtype=self._dtype)

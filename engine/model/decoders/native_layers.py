@@ -92,25 +92,6 @@ class DecoderLayer:
         return [norm for norm in norms if norm is not None]
 
 
-@dataclass(frozen=True, slots=True)
-class DecoderShape:
-    """Sizes that all layers have."""
-
-    hidden_size: int
-    num_heads: int
-    norms_values: bool
-    norms_projections: bool
-    rotates_pairs: bool
-    centers: bool
-    is_parallel: bool
-    gates_attention: bool
-    activation: Gate  # of an MLP without gates
-    epsilon: float  # of the norms
-    residual_scale: float
-    dtype: torch.dtype
-    has_wide_stream: bool  # the residual stream is float32
-
-
 _NORMS = ("input_norm", "output_norm", "mlp_norm", "mlp_output_norm")
 MAX_TABLES = 2  # of rotary angles
 
@@ -150,8 +131,8 @@ class _Layer(ctypes.Structure):
     ]
 
 
-class _Decoder(ctypes.Structure):
-    """`struct decoder` of the kernel."""
+class DecoderCall(ctypes.Structure):
+    """`struct decoder` of the kernel: what all layers have in common. `NativeLayers` fills in what they show."""
 
     _fields_ = [
         ("layers", ctypes.c_void_p),
@@ -198,47 +179,33 @@ class _States(ctypes.Structure):
 class NativeLayers:
     """All layers of a decoder; a pass may run some of them."""
 
-    def __init__(self, layers: Seq[DecoderLayer], calls: Seq[_Layer], shape: DecoderShape) -> None:
+    def __init__(self, layers: Seq[DecoderLayer], calls: Seq[_Layer], decoder: DecoderCall, dtype: torch.dtype) -> None:
         """`of` makes them: `calls` are `layers` for the kernel, which refer to their weights."""
-        self._layers, self._is_parallel, self._dtype = tuple(layers), shape.is_parallel, shape.dtype
+        self._layers, self._decoder, self._dtype = tuple(layers), decoder, dtype
         self._calls = (_Layer * len(calls))(*calls)
-        input_step = layers[0].input_step
-        self._decoder = _Decoder(
-            layers=ctypes.addressof(self._calls),
-            hidden_size=shape.hidden_size,
-            num_heads=shape.num_heads,
-            norms_values=shape.norms_values,
-            norms_projections=shape.norms_projections,
-            rotates_pairs=shape.rotates_pairs,
-            centers=shape.centers,
-            has_norm_biases=layers[0].norms[0].ndim == 2,
-            is_parallel=shape.is_parallel,
-            gates_attention=shape.gates_attention,
-            activation=shape.activation,
-            input_function=Gate.NONE if input_step is None else input_step.function,
-            is_bf16=shape.dtype is torch.bfloat16,
-            has_bf16_norms=any(norm.dtype is torch.bfloat16 for norm in layers[0].norms),
-            has_wide_stream=shape.has_wide_stream,
-            epsilon=shape.epsilon,
-            residual_scale=shape.residual_scale,
-        )
+        norms, input_step = layers[0].norms, layers[0].input_step
+        decoder.layers = ctypes.addressof(self._calls)
+        decoder.has_norm_biases = norms[0].ndim == 2
+        decoder.input_function = Gate.NONE if input_step is None else input_step.function
+        decoder.is_bf16 = dtype is torch.bfloat16
+        decoder.has_bf16_norms = any(norm.dtype is torch.bfloat16 for norm in norms)
         self._run = _kernel()
 
     @classmethod
-    def of(cls, layers: Seq[DecoderLayer], shape: DecoderShape) -> NativeLayers | None:
-        """Return `layers`, or None where anything of them is no kernel of ours over such rows."""
-        like = torch.empty(0, dtype=shape.dtype)
+    def of(cls, layers: Seq[DecoderLayer], decoder: DecoderCall, dtype: torch.dtype) -> NativeLayers | None:
+        """Return `layers` over rows of `dtype`, or None where anything of them is no kernel of ours over such rows."""
+        like = torch.empty(0, dtype=dtype)
         head_dims = {(0 if layer.latent else layer.head_dim, layer.num_rotated_dims) for layer in layers}
-        have_sizes = all(NativeRows.fit(shape.hidden_size, dims, like) for dims in head_dims)
+        have_sizes = all(NativeRows.fit(decoder.hidden_size, dims, like) for dims in head_dims)
         is_on_cpu = layers[0].norms[0].device.type == "cpu"
         if not is_on_cpu or not have_sizes or max(layer.head_dim for layer in layers) > MAX_HEAD_DIM:
             return None
         has_biases = layers[0].norms[0].ndim == 2
         if any(layer.head_norm is not None and (layer.head_norm.ndim == 3) != has_biases for layer in layers):
             return None
-        calls = [_layer_call(layer, shape.dtype) for layer in layers]
+        calls = [_layer_call(layer, dtype) for layer in layers]
         present = [call for call in calls if call is not None]
-        return cls(layers, present, shape) if len(present) == len(calls) else None
+        return cls(layers, present, decoder, dtype) if len(present) == len(calls) else None
 
     @staticmethod
     def take(batch: ForwardBatch) -> bool:
@@ -310,7 +277,7 @@ class NativeLayers:
         return bool(self._calls[index].leaves_mlp)
 
     def _norms_mlp(self, layer: DecoderLayer) -> bool:
-        return layer.mlp_norm is not None or (self._is_parallel and layer.input_norm is not None)
+        return layer.mlp_norm is not None or (self._decoder.is_parallel and layer.input_norm is not None)
 
 
 def _layer_call(layer: DecoderLayer, dtype: torch.dtype) -> _Layer | None:
@@ -372,7 +339,7 @@ def _kernel() -> Any:
     run = library.outrider_run_layers
     pointers = ctypes.POINTER(ctypes.c_void_p)
     run.argtypes = [
-        ctypes.POINTER(_Decoder),
+        ctypes.POINTER(DecoderCall),
         ctypes.POINTER(AttentionCall),
         pointers,
         pointers,
