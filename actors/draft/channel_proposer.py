@@ -91,17 +91,12 @@ class SyncedSequence:
     def opening(self) -> Open:
         """Return all committed tokens; drafts are requested only if the sequence already decodes."""
         sequence = self.sequence
+        output_ids = tuple(sequence.token_ids[sequence.num_prompt_tokens :])
         return Open(
-            request_id=sequence.request_id,
-            token_ids=tuple(sequence.token_ids),
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            sampling=sequence.sampling,
-            sample_index=sequence.request.sample_index,
+            request=replace(sequence.request, output_token_ids=output_ids, prediction_token_ids=()),
             verify=sequence.verify,
             num_drafts=sequence.num_wanted_drafts,
             is_next=sequence.num_computed_tokens > 0,
-            cache_salt=sequence.request.cache_salt,
-            tenant=sequence.request.tenant,
             num_nodes=sequence.num_wanted_nodes,
             is_ahead=sequence.drafts_ahead,
         )

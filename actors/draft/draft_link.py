@@ -17,32 +17,26 @@ from actors.process.frames import FrameConnection, connect
 from engine.accounting.engine_stats import TranslationCounts
 from engine.batch.draft import Offer
 from protos.frames import ConnectionLostError
-from protos.messages import SamplingParams, VerifyMode
+from protos.messages import GenerateRequest, VerifyMode
 
 logger = logging.getLogger(__name__)
 
 DRAFT_SOCKET = "draft.sock"
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True):
-    """Start (or restart) drafting for a sequence with these committed tokens; replaces any earlier state of it.
+    """Start (or restart) drafting for a request with its committed output; replaces any earlier state of it.
 
     The next pass can verify `num_drafts` drafts, or a tree of `num_nodes` if that is not 0. If that pass `is_next`, the
-    draft offers them now; if not, it has time to prefill. `cache_salt` and `tenant` separate requests in the draft's
-    caches. If `is_ahead`, a draft that can works ahead of that pass's verdict.
+    draft offers them now; if not, it has time to prefill. If `is_ahead`, a draft that can works ahead of that pass's
+    verdict.
     """
 
-    request_id: str
-    token_ids: tuple[int, ...]
-    num_prompt_tokens: int
-    sampling: SamplingParams
-    sample_index: int
+    request: GenerateRequest
     verify: VerifyMode
     num_drafts: int
     is_next: bool
-    cache_salt: str = ""
-    tenant: str = ""
     num_nodes: int = 0
     is_ahead: bool = True
 

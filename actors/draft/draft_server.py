@@ -19,7 +19,6 @@ from engine.proposer import Proposer
 from engine.sequence.batch import UnscheduledQuery
 from engine.sequence.sequence import DraftRule, RequestTokens
 from protos.frames import ConnectionLostError
-from protos.messages import GenerateRequest
 
 if TYPE_CHECKING:  # it loads the models' code, which takes seconds and a class of the operator's does not need
     from engine.proposer.draft_model.ahead_drafter import AheadDrafter, PendingPass
@@ -198,7 +197,7 @@ class DraftServer:
             self._forget(news.closes)
             for opening in news.opens:
                 self._open(opening)
-                (drafts if opening.is_next else prompts)[opening.request_id] = opening.num_drafts
+                (drafts if opening.is_next else prompts)[opening.request.request_id] = opening.num_drafts
             for commit in news.commits:
                 drafts[commit.request_id] = commit.num_drafts
                 prompts.pop(commit.request_id, None)
@@ -233,8 +232,9 @@ class DraftServer:
         return UnscheduledQuery(sequence, num_drafts, 0 if is_chain else sequence.node_allowance)
 
     def _open(self, opening: Open) -> None:
-        self._forget((opening.request_id,))
-        self._sequences[opening.request_id] = sequence = _sequence(opening)
+        sequence = _sequence(opening)
+        self._forget((sequence.request_id,))
+        self._sequences[sequence.request_id] = sequence
         self._proposer.open(sequence)
         if self._ahead is not None:
             self._ahead.open(sequence)
@@ -272,15 +272,7 @@ def _all_rounds(connection: FrameConnection[Round]) -> list[Round]:
 
 
 def _sequence(opening: Open) -> RequestTokens:
-    request = GenerateRequest(
-        request_id=opening.request_id,
-        prompt_token_ids=opening.token_ids[: opening.num_prompt_tokens],
-        output_token_ids=opening.token_ids[opening.num_prompt_tokens :],
-        sampling=opening.sampling,
-        sample_index=opening.sample_index,
-        cache_salt=opening.cache_salt,
-        tenant=opening.tenant,
-    )
-    sequence = RequestTokens(request, DraftRule(opening.num_drafts, opening.verify, num_tree_nodes=opening.num_nodes))
+    rule = DraftRule(opening.num_drafts, opening.verify, num_tree_nodes=opening.num_nodes)
+    sequence = RequestTokens(opening.request, rule)
     sequence.drafts_ahead = opening.is_ahead
     return sequence

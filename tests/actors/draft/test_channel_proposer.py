@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from actors.draft.channel_proposer import ChannelProposer
-from actors.draft.draft_link import PROTOCOL_VERSION, Hello, Offers, Round
+from actors.draft.draft_link import PROTOCOL_VERSION, Hello, Offers, Open, Round
 from actors.process.frames import FrameConnection, FrameListener
 from engine.batch.draft import NO_DRAFT, Draft, Offer
 from engine.sequence.sequence import Sequence
@@ -38,6 +38,10 @@ class ScriptedDraft:
         if self.connection is not None:
             self.connection.close()
         self.listener.close()
+
+
+def _tokens_of(opening: Open) -> tuple[int, ...]:
+    return opening.request.prompt_token_ids + opening.request.output_token_ids
 
 
 @pytest.fixture
@@ -89,7 +93,7 @@ def test_opening_tells_the_prompt_and_asks_for_nothing_yet(channel, draft, seque
     channel.flush()
     (news,) = draft.rounds()
     (opening,) = news.opens
-    assert (opening.token_ids, opening.num_drafts, opening.sampling.seed) == ((1, 2, 3), 4, 5)
+    assert (_tokens_of(opening), opening.num_drafts, opening.request.sampling.seed) == ((1, 2, 3), 4, 5)
     assert not opening.is_next
 
 
@@ -102,7 +106,7 @@ def test_a_sequence_is_announced_when_drafts_are_first_wanted(channel, draft, se
     grow(channel, sequence, 7)
     (news,) = draft.rounds()
     (opening,) = news.opens
-    assert (opening.token_ids, opening.num_drafts, opening.is_next) == ((1, 2, 3, 7), 4, True)
+    assert (_tokens_of(opening), opening.num_drafts, opening.is_next) == ((1, 2, 3, 7), 4, True)
     channel.propose([make_scheduled(sequence)])
     assert waits
 
@@ -262,7 +266,7 @@ def test_a_new_draft_is_told_every_committed_token(channel, draft, folder, seque
     channel.flush()
     (news,) = reborn.rounds()
     (opening,) = news.opens
-    assert (opening.token_ids, opening.num_prompt_tokens, opening.num_drafts) == ((1, 2, 3, 7, 8, 9), 3, 4)
+    assert (opening.request.prompt_token_ids, opening.request.output_token_ids) == ((1, 2, 3), (7, 8, 9))
     assert opening.is_next
     reborn.offer(Offer("a", 6, Draft((20,))))
     assert channel.propose([make_scheduled(sequence)]) == [Draft((20,))]
@@ -293,7 +297,7 @@ def test_a_sequence_the_draft_lost_is_opened_again(channel, draft, sequence):
     draft.offer(lost=("a", "unknown"))
     channel.flush()
     (news,) = draft.rounds()
-    assert [opening.token_ids for opening in news.opens] == [(1, 2, 3, 7)]
+    assert [_tokens_of(opening) for opening in news.opens] == [(1, 2, 3, 7)]
 
 
 def test_a_closed_sequence_is_closed_at_the_draft(channel, draft, sequence):
@@ -322,7 +326,7 @@ def test_a_reused_id_is_closed_and_opened_in_one_round(channel, draft):
     channel.flush()
     (news,) = draft.rounds()
     assert news.closes == ("a",)
-    assert [opening.token_ids for opening in news.opens] == [(8, 9)]
+    assert [_tokens_of(opening) for opening in news.opens] == [(8, 9)]
 
 
 def test_a_plain_sequence_costs_the_channel_nothing(channel, draft):
@@ -350,7 +354,7 @@ def test_a_draft_that_stops_reading_is_left_and_met_again(channel, draft, sequen
     draft.greet()
     channel.flush()
     (news,) = draft.rounds()
-    assert news.opens[0].token_ids == tuple(sequence.token_ids)
+    assert _tokens_of(news.opens[0]) == tuple(sequence.token_ids)
 
 
 def test_another_protocol_is_refused(folder: Path, sequence):

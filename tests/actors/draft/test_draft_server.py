@@ -13,7 +13,7 @@ from actors.draft.draft_server import DraftServer
 from actors.process.frames import FrameConnection, FrameListener, connect
 from engine.batch.draft import Draft, Offer
 from engine.proposer.draft_model.ahead_drafter import PendingPass
-from protos.messages import SamplingParams, VerifyMode
+from protos.messages import GenerateRequest, VerifyMode
 
 PATIENCE_S = 20.0  # of these tests, on a busy machine
 FOREVER = 100_000  # steps of a millisecond: what waits for their end is not answered within our patience
@@ -67,7 +67,8 @@ def target(folder: Path, proposer: CountingProposer) -> Iterator[FrameConnection
 def opening(
     request_id: str = "a", token_ids: tuple[int, ...] = (1, 2), num_drafts: int = 2, is_next: bool = False
 ) -> Open:
-    return Open(request_id, token_ids, 2, SamplingParams(), 0, VerifyMode.COUPLED, num_drafts, is_next)
+    request = GenerateRequest(request_id, token_ids[:2], output_token_ids=token_ids[2:])
+    return Open(request, VerifyMode.COUPLED, num_drafts, is_next)
 
 
 def until(is_so: Callable[[], bool]) -> None:
@@ -234,14 +235,14 @@ def test_an_outcome_that_was_offered_ahead_is_not_answered_but_looked_beyond(asy
 def test_where_drafts_are_made_ahead_only_matched_sequences_have_trees(
     async_target, proposer: CountingProposer, verify: VerifyMode, num_nodes: int
 ):
-    begun = Open("a", (1, 2), 2, SamplingParams(), 0, verify, 2, True, num_nodes=5)
+    begun = Open(GenerateRequest("a", (1, 2)), verify, 2, True, num_nodes=5)
     async_target.send(Round(opens=(begun,)), 1.0)
     assert async_target.hear().is_answer
     assert proposer.num_nodes == [num_nodes]
 
 
 def test_the_size_of_a_tree_comes_with_each_commit(target: FrameConnection, proposer: CountingProposer):
-    ask(target, Round(opens=(Open("a", (1, 2), 2, SamplingParams(), 0, VerifyMode.COUPLED, 2, True, num_nodes=5),)))
+    ask(target, Round(opens=(structs.replace(opening(is_next=True), num_nodes=5),)))
     ask(target, Round(commits=(Commit("a", 2, (3,), 2, 7),)))
     ask(target, Round(commits=(Commit("a", 3, (4,), 2),)))
     assert proposer.num_nodes == [5, 7, 0]
