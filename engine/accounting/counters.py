@@ -7,7 +7,7 @@ from itertools import zip_longest
 from operator import add
 from typing import NamedTuple
 
-from engine.accounting.drift import DriftMonitor, DriftStats
+from engine.accounting.drift import DriftDetector, DriftStats
 from engine.accounting.engine_stats import ClassStats, DraftStats
 from engine.accounting.record import PassRecord
 from engine.accounting.request_limits import is_adaptive
@@ -73,7 +73,7 @@ class DraftCounters:
         self._per_pos: list[int] = []
         self._shapes: Counter[str] = Counter()
         self._classes: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
-        self._drift = DriftMonitor()
+        self._detectors: dict[str, DriftDetector] = {}  # by method and class
         self._outcomes: Counter[_Outcome] = Counter()  # since the sums were read
 
     @property
@@ -101,7 +101,7 @@ class DraftCounters:
     @property
     def drift(self) -> tuple[DriftStats, ...]:
         """The state of each class's drift detector."""
-        return self._drift.snapshot()
+        return tuple(each.stats for each in self._detectors.values())
 
     def method_of(self, draft: CheckedDraft, sequence: RequestTokens) -> str:
         """Return the draft's source: matched text, or a model or head. Hybrids default to the deployment's own."""
@@ -129,7 +129,12 @@ class DraftCounters:
         for kind, counts in firsts.items():
             method, name = self._class_of(kind)
             if method not in self._priced:
-                self._drift.observe(f"{method}-{name}", *counts)
+                self._detector(f"{method}-{name}").observe(*counts)
+
+    def _detector(self, name: str) -> DriftDetector:
+        if name not in self._detectors:
+            self._detectors[name] = DriftDetector(name)
+        return self._detectors[name]
 
     def _sum_up(self) -> None:
         for outcome, count in self._outcomes.items():

@@ -79,16 +79,22 @@ def _is_lag(windows: Sequence[_Window]) -> bool:
 
 
 class DriftDetector:
-    """The detector of one class. Call `observe` for each step that had drafts of the class."""
+    """The detector of one class of a fixed set, by its name."""
 
     is_alarming: bool
     _num_alarm_steps: int
     _alarm_rate: int
     _recent: list[_Rate]
 
-    def __init__(self) -> None:
-        self.num_alarms = 0
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._num_alarms = 0
         self._start_over()
+
+    @property
+    def stats(self) -> DriftStats:
+        """The present state."""
+        return DriftStats(self._name, self.recent, self.reference, self._num_alarms, self.is_alarming)
 
     @property
     def recent(self) -> float:
@@ -101,7 +107,7 @@ class DriftDetector:
         return self._reference.value
 
     def observe(self, num_passes: int, num_accepted: int) -> bool:
-        """Add one step. Returns True if it starts an alarm."""
+        """Add a step's passes with a draft at the first position. Returns True if an alarm starts, and logs it."""
         for rate in self._recent:
             rate.observe(num_passes, num_accepted)
         if not self.is_alarming:
@@ -118,7 +124,12 @@ class DriftDetector:
         errors = [self._errors_below(rate) for rate in self._recent]
         if max(errors) > THRESHOLD:
             self.is_alarming, self._alarm_rate = True, errors.index(max(errors))
-            self.num_alarms += 1
+            self._num_alarms += 1
+            logger.warning(
+                "acceptance of %s has fallen to %.3f from %.3f at the first position: the traffic or the draft "
+                "has changed",
+                *(self._name, self.recent, self.reference),
+            )
         return self.is_alarming
 
     def _start_over(self) -> None:
@@ -169,34 +180,3 @@ class DriftDetector:
         share = 1 / recent.effective + 1 / self._reference.effective
         variance = max(expected * (1 - expected), _LEAST_RATE) * max(self._spread, 1.0) * share
         return (expected - recent.value) / math.sqrt(variance)
-
-
-class DriftMonitor:
-    """One detector per class."""
-
-    def __init__(self) -> None:
-        self._detectors: dict[str, DriftDetector] = {}
-
-    def observe(self, name: str, num_passes: int, num_accepted: int) -> None:
-        """Add a step's passes with a draft at the first position, and log an alarm that starts.
-
-        `name` must come from a fixed set.
-        """
-        if name not in self._detectors:
-            self._detectors[name] = DriftDetector()
-        detector = self._detectors[name]
-        if detector.observe(num_passes, num_accepted):
-            logger.warning(
-                "acceptance of %s has fallen to %.3f from %.3f at the first position: the traffic or the draft "
-                "has changed",
-                name,
-                detector.recent,
-                detector.reference,
-            )
-
-    def snapshot(self) -> tuple[DriftStats, ...]:
-        """Return the state of every class."""
-        return tuple(
-            DriftStats(name, each.recent, each.reference, each.num_alarms, each.is_alarming)
-            for name, each in self._detectors.items()
-        )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from enum import StrEnum
+from operator import add
 
 from engine.accounting.drift import DriftStats
 from engine.accounting.goodput import GoodputStats
@@ -131,14 +132,7 @@ class ReasoningStats:
         return cls(num_rejected=1, num_rejected_tokens=num_tokens, total_score=score)
 
     def __add__(self, other: ReasoningStats) -> ReasoningStats:
-        return ReasoningStats(
-            self.num_accepted + other.num_accepted,
-            self.num_rejected + other.num_rejected,
-            self.num_abandoned + other.num_abandoned,
-            self.num_accepted_tokens + other.num_accepted_tokens,
-            self.num_rejected_tokens + other.num_rejected_tokens,
-            self.total_score + other.total_score,
-        )
+        return ReasoningStats(*map(add, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,20 +178,14 @@ class EngineStats:
     prefill_tokens_per_s: float = 0.0  # with nothing decoding
     decode_slowdown: float = 0.0  # extra seconds per second of prefill, per context token in decode
     decode_tokens_per_s: float = 0.0  # committed tokens per second of one running sequence
-    speedups: dict[str, float] = field(
-        default_factory=dict
-    )  # by class of requests (`engine.accounting.speculation_gate`)
+    speedups: dict[str, float] = field(default_factory=dict)  # by class of requests (`SpeculationGate`)
     remote: RemotePrefillStats = field(default_factory=RemotePrefillStats)
-    reasoning: ReasoningStats = field(default_factory=ReasoningStats)
-    log: PositionLogStats = field(default_factory=PositionLogStats)
+    reasoning: ReasoningStats = ReasoningStats()
+    log: PositionLogStats = PositionLogStats()
     classes: tuple[ClassStats, ...] = ()
     drift: tuple[DriftStats, ...] = ()
-    queue_times: HistogramStats = field(
-        default_factory=HistogramStats
-    )  # seconds from a request's arrival to its first blocks
-    prefill_times: HistogramStats = field(
-        default_factory=HistogramStats
-    )  # seconds from there to its first tokens, without transfers
+    queue_times: HistogramStats = HistogramStats()  # seconds from a request's arrival to its first blocks
+    prefill_times: HistogramStats = HistogramStats()  # seconds from there to its first tokens, without transfers
     goodput: tuple[GoodputStats, ...] = ()
     num_non_finite_requests: int = 0  # requests that ended because their logits were not finite
     num_overlapped_passes: int = 0  # passes issued ahead (`engine.scheduler.async_scheduling`)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -141,13 +141,7 @@ def _mean(values: Seq[float]) -> float:
     return math.fsum(values) / len(values) if values else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class PassStats:
-    """Sums over the target's passes with one number of rows."""
-
-    num_rows: int
-    num_passes: int = 0
-    seconds: float = 0.0
+PassSums = dict[int, tuple[int, float]]  # passes and their seconds, by number of rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +151,7 @@ class GoodputStats:
     num_sequences: int
     num_tokens: int = 0  # committed tokens: accepted drafts, and a recovered or bonus token per sequence and pass
     seconds: float = 0.0
-    passes: tuple[PassStats, ...] = ()  # on a CPU only
+    passes: PassSums = field(default_factory=dict)  # on a CPU only
 
 
 class GoodputMeter:
@@ -170,7 +164,7 @@ class GoodputMeter:
     def __init__(self, *, times_passes: bool) -> None:
         self._times_passes = times_passes
         self._sums: dict[int, tuple[int, float]] = {}
-        self._passes: dict[int, dict[int, tuple[int, float]]] = defaultdict(dict)
+        self._passes: dict[int, PassSums] = defaultdict(dict)
 
     def on_pass(self, record: PassRecord) -> None:
         """Add a step."""
@@ -186,12 +180,7 @@ class GoodputMeter:
 
     def snapshot(self) -> tuple[GoodputStats, ...]:
         """Return the sums since the start."""
-        return tuple(
-            GoodputStats(
-                size, *sums, tuple(PassStats(rows, *each) for rows, each in sorted(self._passes[size].items()))
-            )
-            for size, sums in sorted(self._sums.items())
-        )
+        return tuple(GoodputStats(size, *sums, {**self._passes[size]}) for size, sums in sorted(self._sums.items()))
 
 
 def since(earlier: Seq[GoodputStats], now: Seq[GoodputStats]) -> tuple[GoodputStats, ...] | None:
@@ -209,15 +198,13 @@ def since(earlier: Seq[GoodputStats], now: Seq[GoodputStats]) -> tuple[GoodputSt
     return None if any(each.num_tokens < 0 or each.seconds < 0 for each in differences) else tuple(differences)
 
 
-def _passes_since(earlier: Seq[PassStats], now: Seq[PassStats]) -> tuple[PassStats, ...]:
-    before = {each.num_rows: each for each in earlier}
-    differences = []
-    for each in now:
-        past = before.get(each.num_rows, PassStats(each.num_rows))
-        num_passes = each.num_passes - past.num_passes
-        if num_passes:
-            differences.append(PassStats(each.num_rows, num_passes, each.seconds - past.seconds))
-    return tuple(differences)
+def _passes_since(earlier: PassSums, now: PassSums) -> PassSums:
+    differences = {}
+    for num_rows, (num_passes, seconds) in now.items():
+        num_before, before_s = earlier.get(num_rows, (0, 0.0))
+        if num_passes != num_before:
+            differences[num_rows] = num_passes - num_before, seconds - before_s
+    return differences
 
 
 def seconds_of(sums: Seq[GoodputStats]) -> float:
@@ -246,12 +233,10 @@ def log_ratio(new: Seq[GoodputStats], old: Seq[GoodputStats]) -> float | None:
     return total / weights if weights else None
 
 
-def _excess_s(new: Seq[PassStats], old: Seq[PassStats]) -> float:
+def _excess_s(new: PassSums, old: PassSums) -> float:
     """Return the new passes' seconds above the mean of both per number of rows. The old ones are as far below it."""
-    others = {each.num_rows: each for each in old}
     excess_s = 0.0
-    for each in new:
-        if (other := others.get(each.num_rows)) is not None:
-            mean_s = (each.seconds + other.seconds) / (each.num_passes + other.num_passes)
-            excess_s += each.seconds - each.num_passes * mean_s
+    for num_rows in new.keys() & old.keys():
+        (num_new, new_s), (num_old, old_s) = new[num_rows], old[num_rows]
+        excess_s += new_s - num_new * (new_s + old_s) / (num_new + num_old)
     return excess_s

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine.accounting.counters import DraftCounters
-from engine.accounting.drift import DriftDetector, DriftMonitor
+from engine.accounting.drift import DriftDetector
 from engine.accounting.record import PassRecord
 from engine.config import SpeculationConfig
 from protos.messages import SamplingParams, SpeculationMethod
@@ -41,7 +41,7 @@ def run(
 ) -> tuple[int, int | None]:
     """Return the false alarms of a steady run, and the steps until the following fall is noticed."""
     rng = np.random.default_rng(seed)
-    detector = DriftDetector()
+    detector = DriftDetector("model-greedy-free")
     steady = passes(rng, STEADY_STEPS, num_streams, CODE, concentration, text_steps)
     num_false = sum([detector.observe(*each) for each in steady])
     num_steps = _SOON if fallen_to == PROSE else _LATE
@@ -72,7 +72,7 @@ def test_a_small_fall_of_a_few_streams_is_noticed_later(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(1, 6))
 def test_a_fall_behind_a_short_history_does_not_become_what_is_usual(seed: int) -> None:
     """The steady steps have 12,000 passes; detecting the fall takes nearly as many."""
-    rng, detector = np.random.default_rng(seed), DriftDetector()
+    rng, detector = np.random.default_rng(seed), DriftDetector("model-greedy-free")
     assert not any(detector.observe(*each) for each in passes(rng, 4000, 3, 0.775, 20.0, 40))
     fallen = passes(rng, 2000, 3, 0.62, 20.0, 40)
     assert any(detector.observe(*each) for each in fallen)
@@ -80,7 +80,7 @@ def test_a_fall_behind_a_short_history_does_not_become_what_is_usual(seed: int) 
 
 
 def test_an_alarm_counts_once_and_ends_when_acceptance_is_back() -> None:
-    detector = DriftDetector()
+    detector = DriftDetector("model-greedy-free")
     for each in traffic(0.75, 3000):
         assert not detector.observe(*each)
     assert sum([detector.observe(*each) for each in traffic(PROSE, 500, seed=2)]) == 1
@@ -89,26 +89,25 @@ def test_an_alarm_counts_once_and_ends_when_acceptance_is_back() -> None:
     for each in traffic(0.75, 1000, seed=3):
         detector.observe(*each)
     assert not detector.is_alarming
-    assert detector.num_alarms == 1
+    assert detector.stats.num_alarms == 1
 
 
 def test_a_rise_is_no_alarm() -> None:
-    detector = DriftDetector()
+    detector = DriftDetector("model-greedy-free")
     for each in traffic(PROSE, 3000):
         detector.observe(*each)
     assert not any(detector.observe(*each) for each in traffic(0.9, 1000, seed=2))
 
 
 def test_each_class_has_its_own_test_and_an_alarm_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    monitor = DriftMonitor()
+    fallen, steady = DriftDetector("model-greedy-free"), DriftDetector("model-sampled-free")
     for mean, num_steps in ((0.75, 3000), (PROSE, 300)):
         for num_passes, num_accepted in traffic(mean, num_steps):
             with caplog.at_level(logging.WARNING):
-                monitor.observe("model-greedy-free", num_passes, num_accepted)
-                monitor.observe("model-sampled-free", num_passes, num_passes - (num_passes + 3) // 4)
-    stats = {each.name: each for each in monitor.snapshot()}
-    assert stats["model-greedy-free"].is_alarming
-    assert not stats["model-sampled-free"].is_alarming
+                fallen.observe(num_passes, num_accepted)
+                steady.observe(num_passes, num_passes - (num_passes + 3) // 4)
+    assert fallen.stats.is_alarming
+    assert not steady.stats.is_alarming
     assert [record.args[0] for record in caplog.records] == ["model-greedy-free"]
 
 
