@@ -132,7 +132,7 @@ class _Layer(ctypes.Structure):
 
 
 class DecoderCall(ctypes.Structure):
-    """`struct decoder` of the kernel: what all layers have in common. `NativeLayers` fills in what they show."""
+    """`struct decoder` of the kernel: sizes of all layers. `NativeLayers` fills in those that a layer shows."""
 
     _fields_ = [
         ("layers", ctypes.c_void_p),
