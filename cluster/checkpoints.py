@@ -224,11 +224,16 @@ def _folder_of(path: str, dtype: ModelDtype | None, report: Callable[[str], None
     file = Path(resolve_model_path(path))
     read_gguf_header(file)  # refuses a broken file before the conversion
     # 3: the version of the conversion. Increase it when that changes.
-    folder = converted_root() / f"{file.stem}-{file_digest(file)[:12]}-{dtype or 'blocks'}-3"
-    if not folder.is_dir():
-        how = "its blocks are kept" if dtype is None else f"its numbers are exact in float32, then rounded to {dtype}"
-        report(f"converting {file} into {folder}, once: {how}")
-        _convert(file, folder, dtype)
+    try:
+        folder = converted_root() / f"{file.stem}-{file_digest(file)[:12]}-{dtype or 'blocks'}-3"
+        if not folder.is_dir():
+            how = "its blocks are kept" if dtype is None else f"its numbers are exact in float32, then {dtype}"
+            report(f"converting {file} into {folder}, once: {how}")
+            _convert(file, folder, dtype)
+    except OSError as error:
+        raise ConfigError(
+            f"{str(file)!r} cannot be converted: {error}; set XDG_CACHE_HOME to a folder that this user can write to"
+        ) from error
     return str(folder)
 
 

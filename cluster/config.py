@@ -163,8 +163,8 @@ def _why_not_ahead(draft: DraftSection) -> str:
     return "drafts come from the committed text, in no time worth hiding"
 
 
-def parse_config(args: dict[str, Any]) -> DeployConfig:
-    """Check `args` whole and report every mistake at once.
+def parse_config(args: dict[str, Any], source: str = "deploy.yaml") -> DeployConfig:
+    """Check the `args` of `source` whole and report every mistake at once.
 
     Raises:
         ConfigError: one line per mistake: the key's path, the mistake, and the remedy.
@@ -173,7 +173,7 @@ def parse_config(args: dict[str, Any]) -> DeployConfig:
         return DeployConfig.model_validate(args)
     except ValidationError as error:
         mistakes = [_explain(each["type"], each["loc"], each["msg"], each["input"]) for each in error.errors()]
-        raise ConfigError("deploy.yaml is wrong:\n" + "\n".join(f"  {mistake}" for mistake in mistakes)) from None
+        raise ConfigError(f"{source} is wrong:\n" + "\n".join(f"  {mistake}" for mistake in mistakes)) from None
 
 
 def _explain(kind: str, path: tuple[int | str, ...], message: str, value: Any) -> str:

@@ -69,12 +69,16 @@ def checked_deployment(deployment: dict[str, Any], source: str) -> DeployFile:
     Raises:
         ConfigError: Serve refuses its part, or our `args` are wrong.
     """
+    if "applications" not in deployment:
+        raise ConfigError(
+            f"{source} has no list 'applications'; args belong to one of them: `outrider serve MODEL --print` shows it"
+        )
     try:
         schema = ServeDeploySchema.model_validate(deployment)
     except _SERVES_ERRORS as error:
         raise ConfigError(f"Ray Serve does not accept {source}:\n{error}") from None
     _report(unknown_keys(deployment), source)
-    grpc, config = schema.grpc_options, parse_config(_our_args(schema, source))
+    grpc, config = schema.grpc_options, parse_config(_our_args(schema, source), source)
     _report(refusals(deployment, has_prefill=config.prefill.max_replicas > 0), source)
     grpc_port = grpc.port if grpc.grpc_servicer_functions else None
     if not schema.http_options.host:

@@ -63,18 +63,28 @@ def _app(names: Iterable[str]) -> typer.Typer:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return the exit status. Its files may hold clients' texts: no other user reads them."""
+    _open_streams()
     _reach_this_machine()
     given = sys.argv[1:] if arguments is None else arguments
     try:
         _check_folder()
         with private_files():
             _app(given[:1] if given[:1] and given[0] in _COMMANDS else _COMMANDS)(args=given)
-    except ServingError as error:
+    except (ServingError, OSError) as error:  # OSError: of the system, such as a full disk below the output
         report_error(error)
         return 1
+    except KeyboardInterrupt:  # while a command is loaded
+        return 130
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0
     return 0
+
+
+def _open_streams() -> None:
+    """Put the null device in place of closed standard streams: the next file would get the number, and the output."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 -- as long as the process
 
 
 def _reach_this_machine() -> None:

@@ -63,12 +63,17 @@ def deployment_of(
     None leaves a key to the deployment's default; port 0 disables gRPC. `settings` are KEY=VALUE.
 
     Raises:
-        ConfigError: there is no such model, or a setting is not KEY=VALUE.
+        ConfigError: there is no such model, a setting is not KEY=VALUE, or the kind of a draft has no checkpoint.
     """
     # Options of the command line, then any key by --set, which wins.
     args = _args(model)
     if model_id is not None:
         args["model_id"] = model_id
+    if draft_kind != "model" and (draft is None or draft in _OWN_WAYS):
+        raise ConfigError(
+            f"--draft-kind {draft_kind} is the kind of a checkpoint, and --draft is {draft or 'not given'}; give "
+            "--draft a path, or remove --draft-kind"
+        )
     if draft is not None:
         args["draft"] = _draft(draft, draft_kind)
     for section, key, value in (

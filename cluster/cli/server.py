@@ -61,7 +61,17 @@ def base_url(url: str | None) -> str | None:
     return url.rstrip("/") + "/v1" if parts.path in {"", "/"} else url
 
 
+def header_value(key: str) -> str:
+    """Return a key. Raises ConfigError if an HTTP header cannot carry it."""
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError("--api-key has a character that an HTTP header cannot carry; use printable ASCII")
+    return key
+
+
 ServerUrl = Annotated[str, Option(help="base address of the server, with or without /v1", callback=base_url)]
+ApiKey = Annotated[
+    str, Option("--api-key", "--key", envvar="OPENAI_API_KEY", help="key of the server", callback=header_value)
+]
 
 
 def finite(value: float | None) -> float | None:
@@ -84,8 +94,6 @@ def served_model(url: str, api_key: str, model: str | None) -> str:
     Raises:
         ConfigError: the server does not respond, refuses the key, or has no such model.
     """
-    if not (api_key.isascii() and api_key.isprintable()):
-        raise ConfigError("--api-key has a character that an HTTP header cannot carry; use printable ASCII")
     try:
         with understood(), OpenAI(base_url=url, api_key=api_key, timeout=10.0, max_retries=0) as client:
             names = _model_names(client, url)

@@ -195,19 +195,28 @@ def own(folder: Path) -> IO[bytes]:
 def end_leftovers() -> None:
     """Remove leftovers of clusters whose own process was killed: HAProxy, and the folders."""
     for folder in _FOLDERS.glob(f"{_PREFIX}*"):
-        if folder.stat().st_uid == os.getuid() and not _is_owned(folder):
+        if _is_abandoned(folder):
             _end_processes(str(folder))
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _is_owned(folder: Path) -> bool:
-    """Test the lock. A process id would not do: containers may share the folders, and ids are used again."""
+def _is_abandoned(folder: Path) -> bool:
+    """True if a folder is this user's, and no process holds its lock.
+
+    A process id would not do: containers may share the folders, and ids are used again. A folder that is being made has
+    no lock and is empty. One without a lock that has files was removed while a process of its cluster was ending.
+    """
+    lock = folder / _OWNER
     try:
-        with (folder / _OWNER).open("rb") as owner:
-            fcntl.flock(owner, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if folder.lstat().st_uid != os.getuid():
             return False
-    except OSError:  # locked, or not there yet
-        return True
+        if not lock.exists():
+            return any(folder.iterdir())
+        with lock.open("rb") as owner:
+            fcntl.flock(owner, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return True
+    except OSError:  # locked, or gone
+        return False
 
 
 def _end_processes(folder: str) -> None:

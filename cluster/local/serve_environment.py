@@ -35,12 +35,13 @@ def is_free(host: str, port: int) -> bool:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         return all(_is_free(family, address) for family, _, _, _, address in found)
-    except OSError as error:
-        if isinstance(error, socket.gaierror) or error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+    except (OSError, UnicodeError) as error:  # UnicodeError: a part of the name is empty or too long
+        number = getattr(error, "errno", None)
+        if isinstance(error, socket.gaierror | UnicodeError) or number in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
             raise ConfigError(
                 f"host {host!r} is no address of this machine ({error}); use 127.0.0.1, or 0.0.0.0 for all"
             ) from None
-        if error.errno == errno.EACCES:
+        if number == errno.EACCES:
             raise ConfigError(f"port {port} is kept for root ({error}); use one from 1024 on") from None
         raise
 

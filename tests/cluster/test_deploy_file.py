@@ -40,6 +40,7 @@ def test_the_bundled_file_lists_every_grpc_service():
     [
         ("a: [", "is not YAML"),
         ("- 1", "holds no mapping"),
+        ("args: {model_id: m}", "no list 'applications'; args belong to one of them"),
         ("applications: 5", "Ray Serve does not accept"),
         ("applications: []", "no application with import_path cluster.app:build"),
         ("applications: []\nproxy_location: Disabled\napplications: []", "'applications' is here twice"),
@@ -93,10 +94,11 @@ def test_a_missing_file_is_refused(tmp_path: Path):
 
 
 def test_the_command_line_reports_a_wrong_key_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    path = tmp_path / "deploy.yaml"
+    path = tmp_path / "mine.yaml"
     path.write_text(BUNDLED.read_text().replace("num_tokens:", "num_token:"))
     assert main(["serve", str(path)]) == 1
-    assert "args.speculation.num_token: unknown key; did you mean 'num_tokens'?" in capsys.readouterr().err
+    mistake = "args.speculation.num_token: unknown key; did you mean 'num_tokens'?"
+    assert f"error: {path} is wrong:\n  {mistake}" in capsys.readouterr().err
 
 
 def test_missing_fast_path_variables_are_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):

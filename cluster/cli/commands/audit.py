@@ -22,7 +22,7 @@ from cluster.cli.audit.client import RequestBudget, Server
 from cluster.cli.audit.evidence import POWER
 from cluster.cli.audit.trial import CheckVerdict
 from cluster.cli.audit.wire import choices_of
-from cluster.cli.server import API_KEY, URL, base_url, finite
+from cluster.cli.server import API_KEY, URL, ApiKey, base_url, finite
 from protos.client_text import for_log
 from protos.errors import ConfigError
 
@@ -41,7 +41,7 @@ def audit(
     model: Annotated[str | None, Option(help="default: the first model of the server")] = None,
     minutes: Annotated[float, Option(min=0.01, callback=finite, help="longest time")] = 10.0,
     requests: Annotated[int, Option(min=1, help="most requests")] = 20_000,
-    api_key: Annotated[str, Option("--key", "--api-key", envvar="OPENAI_API_KEY", help="key of the server")] = API_KEY,
+    api_key: ApiKey = API_KEY,
     only: Annotated[list[str] | None, Option(help="a check's name; may be repeated")] = None,
     json_file: Annotated[Path | None, Option("--json", help="write the report to this file")] = None,
     html: Annotated[Path | None, Option(help="write a page to this file")] = None,
@@ -64,13 +64,13 @@ def audit(
     checks = _chosen(only)
     budget = RequestBudget(requests, time.monotonic() + 60 * minutes)
     done = asyncio.run(_audit(url, against, model, api_key, budget, checks))
+    for note in done.notes:
+        report(note)
+    report(done.summary)
     if json_file is not None:
         write_json(done, json_file)
     if html is not None:
         write_html(done, html)
-    for note in done.notes:
-        report(note)
-    report(done.summary)
     if done.number(CheckVerdict.FOUND):
         raise typer.Exit(1)
     if not done.number(CheckVerdict.HOLDS):

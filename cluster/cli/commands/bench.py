@@ -18,7 +18,7 @@ from rich.table import Table
 from typer import Option
 
 from cluster.cli import console, report
-from cluster.cli.server import API_KEY, URL, AnswerError, ServerUrl, finite, served_model, understood
+from cluster.cli.server import API_KEY, URL, AnswerError, ApiKey, ServerUrl, finite, served_model, understood
 from protos.errors import ConfigError
 
 _WORDS = ("the", "def", "return", "value", "of", "list", "in", "for", "file", "with", "name", "is", "to", "self", "new")
@@ -142,7 +142,7 @@ async def _send(client: AsyncOpenAI, load: Load, prompt: str, due_s: float) -> T
 def bench(
     url: ServerUrl = URL,
     model: Annotated[str | None, Option(help="default: the first model of the server")] = None,
-    api_key: Annotated[str, Option(envvar="OPENAI_API_KEY", help="key of the server")] = API_KEY,
+    api_key: ApiKey = API_KEY,
     num_requests: Annotated[int, Option("--num-requests", "-n", min=1, help="requests to send")] = 32,
     concurrency: Annotated[int, Option(min=1, help="users, each with one request at a time")] = 4,
     rate: Annotated[

@@ -63,7 +63,11 @@ def clear(
         raise ConfigError(f"the cache has no entry of {name!r}; it has {models}")
     for entry in entries:
         remove_entry(entry)
-    report(f"removed {len(entries)} entries, {_size(sum(entry.num_bytes for entry in entries))}")
+    left = [entry for entry in entries if entry.folder.exists()]
+    gone = [entry for entry in entries if entry not in left]
+    report(f"removed {len(gone)} entries, {_size(sum(entry.num_bytes for entry in gone))}")
+    if left:
+        raise ConfigError(f"{len(left)} entries cannot be removed by this user, among them {left[0].folder}")
 
 
 def _entries() -> Iterator[CacheEntry]:

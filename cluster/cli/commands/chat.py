@@ -11,7 +11,7 @@ from openai import OpenAI
 from typer import Option
 
 from cluster.cli import console, report, report_error
-from cluster.cli.server import API_KEY, URL, AnswerError, ServerUrl, finite, served_model, understood
+from cluster.cli.server import API_KEY, URL, AnswerError, ApiKey, ServerUrl, finite, served_model, understood
 
 _HELP = "Ctrl-D quits, Ctrl-C stops an answer, /new starts a new conversation"
 
@@ -19,7 +19,7 @@ _HELP = "Ctrl-D quits, Ctrl-C stops an answer, /new starts a new conversation"
 def chat(
     url: ServerUrl = URL,
     model: Annotated[str | None, Option(help="default: the first model of the server")] = None,
-    api_key: Annotated[str, Option(envvar="OPENAI_API_KEY", help="key of the server")] = API_KEY,
+    api_key: ApiKey = API_KEY,
     system: Annotated[str | None, Option(help="the system message")] = None,
     temperature: Annotated[float | None, Option(min=0.0, callback=finite, help="default: the server's")] = None,
     max_tokens: Annotated[int, Option(min=1, help="maximum length of an answer")] = 1024,

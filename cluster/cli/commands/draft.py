@@ -14,7 +14,17 @@ from rich.text import Text
 from typer import Argument, Option
 
 from cluster.cli import console
-from cluster.cli.server import API_KEY, NOT_UNDERSTOOD, URL, AnswerError, ServerUrl, request_page, understood
+from cluster.cli.server import (
+    API_KEY,
+    NOT_UNDERSTOOD,
+    URL,
+    AnswerError,
+    ApiKey,
+    ServerUrl,
+    finite,
+    request_page,
+    understood,
+)
 from protos.errors import ConfigError
 from protos.served_model import ANSWER_S, CHECK_TIMEOUT_S, RETURN_S, TryDraft
 
@@ -25,11 +35,10 @@ _CHECK_AND_RETURN_S = CHECK_TIMEOUT_S + RETURN_S + 3 * ANSWER_S  # without the w
 _TRIAL = TryDraft("")
 
 Method = Annotated[str, Option(help="method name of the draft, if there are several; default: the deployment's own")]
-Key = Annotated[str, Option(envvar="OPENAI_API_KEY", help="key of an admin")]
 
 
 @draft.command()
-def show(url: ServerUrl = URL, api_key: Key = API_KEY) -> None:
+def show(url: ServerUrl = URL, api_key: ApiKey = API_KEY) -> None:
     """Show the draft of every pair."""
     _print(_call(url, api_key, "/admin/drafts", None, timeout_s=30.0))
 
@@ -38,7 +47,7 @@ def show(url: ServerUrl = URL, api_key: Key = API_KEY) -> None:
 def swap(
     path: Annotated[Path, Argument(help="folder of the new draft, at this path on every node with a pair")],
     url: ServerUrl = URL,
-    api_key: Key = API_KEY,
+    api_key: ApiKey = API_KEY,
     wait_s: Annotated[float, Option(min=1.0, max=3600.0, help="go back to the old draft after this time")] = 120.0,
     method: Method = "",
 ) -> None:
@@ -51,20 +60,20 @@ def swap(
 def canary(
     path: Annotated[Path, Argument(help="folder of the new draft, at this path on every node with a pair")],
     url: ServerUrl = URL,
-    api_key: Key = API_KEY,
+    api_key: ApiKey = API_KEY,
     wait_s: Annotated[float, Option(min=1.0, max=3600.0, help="longest wait until a draft serves")] = _TRIAL.wait_s,
     block_s: Annotated[float, Option(min=0.1, max=3600.0, help="seconds of decoding with one draft")] = _TRIAL.block_s,
     max_pairs: Annotated[
         int, Option(min=4, max=1000, help="pairs of blocks before the old draft stays")
     ] = _TRIAL.max_pairs,
     min_gain: Annotated[
-        float, Option(max=10.0, help="smallest gain worth keeping; 0.05 is 5% more goodput")
+        float, Option(max=10.0, callback=finite, help="smallest gain worth keeping; 0.05 is 5% more goodput")
     ] = _TRIAL.min_gain,
     false_keep: Annotated[
-        float, Option(max=0.5, help="chance of keeping a draft that is not faster")
+        float, Option(max=0.5, callback=finite, help="chance of keeping a draft that is not faster")
     ] = _TRIAL.false_keep,
     false_rollback: Annotated[
-        float, Option(max=0.5, help="chance of dropping a draft that gains min-gain")
+        float, Option(max=0.5, callback=finite, help="chance of dropping a draft that gains min-gain")
     ] = _TRIAL.false_rollback,
     deadline_s: Annotated[
         float, Option(min=1.0, max=604_800.0, help="time limit of the whole trial")
@@ -87,7 +96,7 @@ def canary(
 
 
 @draft.command()
-def stop(url: ServerUrl = URL, api_key: Key = API_KEY) -> None:
+def stop(url: ServerUrl = URL, api_key: ApiKey = API_KEY) -> None:
     """Stop a trial, and go back to the old draft."""
     _print(_call(url, api_key, "/admin/drafts/canary/stop", {}, _CHECK_AND_RETURN_S))
 

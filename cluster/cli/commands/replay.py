@@ -14,7 +14,7 @@ from openai import OpenAI
 from typer import Argument, Option
 
 from cluster.cli import report
-from cluster.cli.server import API_KEY, URL, AnswerError, ServerUrl, served_model, understood
+from cluster.cli.server import API_KEY, URL, AnswerError, ApiKey, ServerUrl, served_model, understood
 from protos.errors import ConfigError
 from protos.served_model import read_fingerprint
 from router.generation.receipts import Receipt, check_receipt, digest_of_ids, read_public_key, read_receipt
@@ -45,7 +45,7 @@ class Record:
 def replay(
     file: Annotated[str, Argument(metavar="FILE", help="JSON or JSON lines; - reads standard input")],
     url: ServerUrl = URL,
-    api_key: Annotated[str, Option(envvar="OPENAI_API_KEY", help="key of the server")] = API_KEY,
+    api_key: ApiKey = API_KEY,
     receipt_key: Annotated[
         str | None, Option(metavar="FILE", help="public key (PEM) that must have signed every receipt")
     ] = None,

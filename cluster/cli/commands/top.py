@@ -6,13 +6,23 @@ from typing import Annotated
 
 from typer import Option
 
-from cluster.cli.server import API_KEY, URL, AnswerError, Reading, ServerUrl, read_metrics, request_page, understood
+from cluster.cli.server import (
+    API_KEY,
+    URL,
+    AnswerError,
+    ApiKey,
+    Reading,
+    ServerUrl,
+    read_metrics,
+    request_page,
+    understood,
+)
 from protos.errors import ConfigError
 
 
 def top(
     url: ServerUrl = URL,
-    api_key: Annotated[str, Option(envvar="OPENAI_API_KEY", help="API key of the server")] = API_KEY,
+    api_key: ApiKey = API_KEY,
     interval_s: Annotated[float, Option(min=0.2, help="seconds between updates")] = 2.0,
 ) -> None:
     """Watch a server: pairs, acceptance by class, tokens per second, KV, queues, alarms; q quits."""

@@ -102,8 +102,17 @@ def begin_digests(path: str) -> None:
 
 
 def cache_root() -> Path:
-    """Return the folder of all that is kept on disk; it may not exist."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "outrider"
+    """Return the folder of all that is kept on disk; it may not exist.
+
+    A relative XDG_CACHE_HOME is ignored, as its specification demands: each process has its own current folder.
+
+    Raises:
+        OSError: this user has no home folder.
+    """
+    for name in (os.environ.get("XDG_CACHE_HOME", ""), "~/.cache"):
+        if os.path.isabs(root := os.path.expanduser(name)):
+            return Path(root) / "outrider"
+    raise FileNotFoundError("this user has no home folder for a cache; set XDG_CACHE_HOME to the path of a folder")
 
 
 def _read(file: Path) -> str:

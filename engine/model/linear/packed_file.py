@@ -54,9 +54,9 @@ def packed_weights(facts: dict[str, str], model: str, *, repeats_checks: bool = 
         yield NO_STORE
         return
     facts = {**facts, "format": "1"}  # increase it when the file's layout changes
-    entry = packed_root() / hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+    name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
     try:
-        store = _opened(entry, facts, model)
+        store = _opened(packed_root() / name, facts, model)
     except OSError as error:
         logger.warning("packed weights are not kept: %s", error)
         yield NO_STORE

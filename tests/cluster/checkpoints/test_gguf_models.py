@@ -66,6 +66,18 @@ def test_what_cannot_be_converted_is_refused_and_leaves_nothing(
     assert not list(cache.iterdir())
 
 
+def test_a_cache_that_cannot_be_written_is_refused_with_its_remedy(
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache.parent.mkdir(parents=True)
+    cache.touch()  # in the place of the folder
+    path = GgufFile(tmp_path / "tiny.gguf").write().path
+    assert main(["check", deploy_file(path)]) == 1
+    said = capsys.readouterr().err
+    assert f"'{path}' cannot be converted: " in said
+    assert f"'{cache}'; set XDG_CACHE_HOME to a folder that this user can write to" in said
+
+
 def test_a_file_that_is_not_there_is_named() -> None:
     config = parse_config({"model_id": "m", "target": {"path": "no/such.gguf"}, "draft": {"kind": "none"}})
     with pytest.raises(ConfigError, match=r"GGUF file 'no/such.gguf' is neither here"):

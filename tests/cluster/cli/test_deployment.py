@@ -62,6 +62,12 @@ def test_a_draft_without_a_model_is_named_by_its_kind(draft: str):
     assert parse_config(args_of(TARGET, draft=draft)).draft.kind == draft
 
 
+@pytest.mark.parametrize("draft", [None, "self"])
+def test_the_kind_of_a_draft_without_a_checkpoint_is_refused(draft: str | None):
+    with pytest.raises(ConfigError, match=r"--draft-kind eagle3 .* give --draft a path"):
+        args_of(TARGET, draft=draft, draft_kind="eagle3")
+
+
 def test_a_bundled_deployment_is_not_changed_by_its_options():
     args_of("demo", settings=("cache.memory_gib=7",))
     assert args_of("demo")["cache"]["memory_gib"] == 1

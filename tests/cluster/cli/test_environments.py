@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,23 @@ def test_a_folder_that_is_gone_is_told_in_a_sentence(
     (tmp_path / "gone").rmdir()
     assert main(["check", "deploy.yaml"]) == 1
     assert "the current folder is gone" in capsys.readouterr().err
+
+
+def test_closed_standard_streams_are_empty_ones():
+    """A service manager may start a command without them."""
+    code = "from cluster.cli.__main__ import main; import sys; sys.exit(main(['replay', '-']))"
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$0" -c "$1" <&- >&-', sys.executable, code], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("\nerror: - holds no records")
+
+
+def test_a_full_disk_below_the_output_is_told_in_a_sentence():
+    command = [sys.executable, "-m", "cluster.cli", "serve", "demo", "--print"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "\nerror: [Errno 28] No space left on device\n")
 
 
 @pytest.mark.parametrize(

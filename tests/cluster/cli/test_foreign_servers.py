@@ -44,9 +44,18 @@ def test_what_is_no_address_is_refused(command: str, url: str, capsys: pytest.Ca
     assert f"--url {url!r} is not the address" in capsys.readouterr().err
 
 
-def test_a_key_that_no_header_can_carry_is_refused(capsys: pytest.CaptureFixture[str]):
-    assert main(["chat", "--api-key", "kéy"]) == 1
-    assert "--api-key has a character" in capsys.readouterr().err
+@pytest.mark.parametrize("command", ["chat", "bench", "top", "draft show", "audit", "replay -"])
+def test_a_key_that_no_header_can_carry_is_refused(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("OPENAI_API_KEY", "kéy")
+    assert main(command.split()) == 1
+    assert capsys.readouterr().err.startswith("\nerror: --api-key has a character that an HTTP header cannot carry")
+
+
+def test_a_bound_without_end_is_refused(capsys: pytest.CaptureFixture[str]):
+    assert main(["draft", "try", "/models/draft", "--min-gain=-inf"]) == 2
+    assert "-inf is not a finite number" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["chat", "bench"])

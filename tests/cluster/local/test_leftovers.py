@@ -35,3 +35,26 @@ def test_a_dead_clusters_proxy_is_ended_and_a_living_ones_is_left() -> None:
             process.wait()
         end_leftovers()
     assert not living.exists()
+
+
+def test_a_folder_that_a_dying_process_made_again_is_removed_and_a_new_one_is_left() -> None:
+    again, new = (Path(tempfile.mkdtemp(prefix="outray-", dir="/tmp")) for _ in range(2))
+    (again / "node").mkdir()
+    (again / "node" / "haproxy.cfg").touch()
+    try:
+        end_leftovers()
+        assert not again.exists()
+        assert new.exists()
+    finally:
+        new.rmdir()
+
+
+def test_a_link_to_nowhere_among_the_folders_stops_no_start() -> None:
+    """Every user may make such a name in /tmp, and a folder may leave while it is looked at."""
+    name = Path(tempfile.mktemp(prefix="outray-", dir="/tmp"))
+    name.symlink_to("/nonexistent")
+    try:
+        end_leftovers()
+        assert name.is_symlink()
+    finally:
+        name.unlink()

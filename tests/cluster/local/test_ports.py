@@ -33,7 +33,7 @@ def test_a_port_is_free_until_somebody_listens(host: str):
         assert not is_free(host, port)
 
 
-@pytest.mark.parametrize("host", ["192.0.2.99", "2001:db8::1", "no.such.host.invalid"])
+@pytest.mark.parametrize("host", ["192.0.2.99", "2001:db8::1", "no.such.host.invalid", "two..dots"])
 def test_an_address_of_another_machine_is_refused(host: str):
     with pytest.raises(ConfigError, match="is no address of this machine"):
         is_free(host, free_port())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -68,6 +71,47 @@ def test_a_bound_that_is_no_number_is_refused(
     monkeypatch.setenv("OUTRIDER_CACHE_GIB", "much")
     assert main(["cache"]) == 1
     assert "OUTRIDER_CACHE_GIB is 'much'; set it to" in capsys.readouterr().err
+
+
+def test_what_this_user_cannot_remove_is_not_called_removed(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept, remove = root / "packed" / "b2", shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", lambda folder, **options: None if folder == kept else remove(folder))
+    assert main(["cache", "clear"]) == 1
+    said = capsys.readouterr()
+    assert "removed 3 entries, 5.0 MB" in said.out
+    assert f"1 entries cannot be removed by this user, among them {kept}" in said.err
+
+
+def test_a_folder_that_cannot_be_read_is_named(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(self: Path) -> list[Path]:
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    assert main(["cache"]) == 1
+    assert capsys.readouterr().err == f"\nerror: [Errno 13] Permission denied: '{root / 'packed'}'\n"
+
+
+@pytest.mark.parametrize("place", [None, "relative"])
+def test_a_cache_is_in_the_home_folder_unless_a_whole_path_says_otherwise(
+    place: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME") if place is None else monkeypatch.setenv("XDG_CACHE_HOME", place)
+    assert main(["cache"]) == 0
+    assert f"in {tmp_path}/.cache/outrider/packed" in capsys.readouterr().out
+
+
+def test_a_user_without_a_home_folder_is_told_what_to_set(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user id without an entry in passwd
+    assert main(["cache"]) == 1
+    assert "no home folder for a cache; set XDG_CACHE_HOME" in capsys.readouterr().err
 
 
 def test_an_empty_cache_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

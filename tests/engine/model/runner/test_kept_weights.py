@@ -317,6 +317,16 @@ def test_a_folder_that_cannot_be_made_serves_without_the_cache(
     assert len([record for record in caplog.records if "not kept" in record.message]) == 1
 
 
+def test_a_user_without_a_home_folder_serves_without_the_cache(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user id without an entry in passwd
+    started(model)
+    (said,) = [record.message for record in caplog.records if "not kept" in record.message]
+    assert said.endswith("no home folder for a cache; set XDG_CACHE_HOME to the path of a folder")
+
+
 def test_the_entries_that_were_not_used_for_longest_leave_first(
     model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
