@@ -29,6 +29,7 @@ struct layer {
     const void *input_norm, *output_norm, *mlp_norm, *mlp_output_norm;
     const void *input_step_norm; /* of the layer's own input; NULL: no such norm, or the layer has none */
     const void *head_norm;       /* [normed heads, D] for queries, keys and perhaps values, or NULL */
+    const void *attended_norm, *inner_norm; /* of the rows that `output` and `down` read, or NULL */
     const float *sinks;          /* [heads], or NULL */
     struct weight qkv, output, inner, down;
     struct weight steps; /* of a mixer's steps and betas, if `qkv` lacks these */
@@ -158,15 +159,17 @@ static const char *add_norm(const struct decoder *d, const struct rows *r, const
     return weight ? normed : r->hidden;
 }
 
-/* Norms rows in place, or without a weight adds them to `sum`. */
-static void norm_or_add(const struct decoder *d, char *rows, void *sum, const void *weight, int64_t num_rows) {
-    outrider_add_norm(rows, sum, weight, rows, num_rows, d->hidden_size, d->epsilon, 1.0f, (int)d->centers,
-                      (int)d->has_norm_biases, (int)d->is_bf16, (int)d->is_bf16, (int)d->has_bf16_norms);
+/* Norms rows in place, or without a weight adds them to `sum`, if there is one. */
+static void norm_or_add(const struct decoder *d, char *rows, void *sum, const void *weight, int64_t num_rows,
+                        int64_t size) {
+    if (sum || weight)
+        outrider_add_norm(rows, sum, weight, rows, num_rows, size, d->epsilon, 1.0f, (int)d->centers,
+                          (int)d->has_norm_biases, (int)d->is_bf16, (int)d->is_bf16, (int)d->has_bf16_norms);
 }
 
 /* Norms delta in place, if there is such a norm. */
 static void norm_delta(const struct decoder *d, const struct rows *r, const void *weight) {
-    if (weight) norm_or_add(d, r->delta, NULL, weight, r->num_rows);
+    norm_or_add(d, r->delta, NULL, weight, r->num_rows, d->hidden_size);
 }
 
 /* Multiplies rows, the residual stream or delta, by a factor. */
@@ -331,6 +334,7 @@ static void feed_forward(const struct decoder *d, const struct layer *l, const s
         if (d->activation)
             outrider_activate(buffers->inner, num_rows * l->down.num_inputs, (int)d->activation, l->activation_factors,
                               (int)d->is_bf16);
+        norm_or_add(d, buffers->inner, NULL, l->inner_norm, num_rows, l->down.num_inputs);
         run_product(&l->down, buffers->inner, r->delta + row * row_bytes, num_rows, d->is_bf16, buffers->scratch);
     }
 }
@@ -342,8 +346,8 @@ static void add_experts(const struct decoder *d, const struct added_experts *b, 
     add_norm(d, r, b->router_norm, 0, buffers->added);
     add_norm(d, r, b->input_norm, 0, buffers->normed);
     run_mixture(b->mixture, buffers->added, buffers->normed, buffers->added, r->num_rows, buffers->scratch);
-    norm_or_add(d, buffers->added, NULL, b->output_norm, r->num_rows);
-    norm_or_add(d, buffers->added, r->delta, NULL, r->num_rows);
+    norm_or_add(d, buffers->added, NULL, b->output_norm, r->num_rows, d->hidden_size);
+    norm_or_add(d, buffers->added, r->delta, NULL, r->num_rows, d->hidden_size);
 }
 
 /* Computes buffers->attended of a layer, from its own normed rows or from the last layer's. Returns these rows,
@@ -382,6 +386,7 @@ int outrider_run_layers(const struct decoder *d, const struct attention *pass, v
         if (i + 1 == last && r->num_kept < r->num_rows) keep_rows(d, i, r, &buffers);
         if (!r->num_rows) break;
         if (l->qkv.packed) {
+            norm_or_add(d, buffers.attended, NULL, l->attended_norm, r->num_rows, l->output.num_inputs);
             run_product(&l->output, buffers.attended, r->delta, r->num_rows, d->is_bf16, buffers.scratch);
             scale(d, r, r->delta, l->output_factor, d->is_bf16);
             norm_delta(d, r, l->output_norm);

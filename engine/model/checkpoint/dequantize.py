@@ -2,7 +2,8 @@
 
 GPTQ: arXiv:2210.17323, as AutoGPTQ and GPTQModel write it. AWQ: arXiv:2306.00978, AutoAWQ's `gemm` layout. FP8:
 blocks as in DeepSeek-V3 (arXiv:2412.19437), channels and tensors as in vLLM. Packed integers: compressed-tensors.
-MXFP4: gpt-oss' experts, in the blocks of the OCP Microscaling standard. GGUF: the library `gguf`.
+MXFP4: gpt-oss' experts, in the blocks of the OCP Microscaling standard. BitNet: arXiv:2402.17764, as transformers packs
+it; rows are not rounded. GGUF: the library `gguf`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from torch.nn import functional as F
 
 from engine.model.checkpoint.gguf_header import BLOCKS
 from engine.model.checkpoint.scheme import Scheme, WeightFormat
-from engine.model.checkpoint.stored_weights import GROUP_INDICES, WORD_BITS, StoredWeight, not_whole, stored_weights
+from engine.model.checkpoint.stored_weights import (
+    GROUP_INDICES,
+    NUMBERS_PER_BYTE,
+    WORD_BITS,
+    StoredWeight,
+    not_whole,
+    stored_weights,
+)
 from engine.model.checkpoint.unread_weight import QuantizedWeight, UnreadWeight
 from engine.model.checkpoint.weight_files import TensorHeader, tensor_headers
 
@@ -197,11 +205,21 @@ def _scaled(tensors: Mapping[str, Tensor], scheme: Scheme) -> _Parts:
     return tensors["weight"], scales, tensors.get("weight_zero_point")
 
 
+def _ternary(tensors: Mapping[str, Tensor], scheme: Scheme) -> _Parts:
+    weight, scale = tensors["weight"], tensors.get("weight_scale")
+    if scale is None:  # as BitNet's layers round a trained weight at each use
+        factor = 1 / weight.float().abs().mean().clamp(min=1e-5)
+        return (weight.float() * factor).round().clamp(-1, 1).to(torch.int8), 1 / factor, None
+    numbers = torch.cat([weight >> 2 * place & 3 for place in range(NUMBERS_PER_BYTE)]).to(torch.int8) - 1
+    return numbers, 1 / scale.float() if scheme.divides else scale, None
+
+
 _PARTS = {
     WeightFormat.GPTQ: _gptq,
     WeightFormat.AWQ: _awq,
     WeightFormat.PACKED: _packed,
     WeightFormat.SCALED: _scaled,
+    WeightFormat.TERNARY: _ternary,
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from protos.errors import ConfigError
 
-_SERVED = "GPTQ (4 or 8 bits), AWQ (gemm), FP8, MXFP4 and compressed-tensors (packed integers, int8, float8)"
+_SERVED = "GPTQ (4 or 8 bits), AWQ (gemm), FP8, MXFP4, BitNet and compressed-tensors (packed integers, int8, float8)"
 SECTIONS = ("quantization_config", "compression_config")  # of config.json
 _COMPRESSED_FORMATS = ("dense", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 
@@ -18,7 +18,8 @@ class WeightFormat(StrEnum):
     """The storage of a linear layer's weight, by its tensors.
 
     GPTQ: `qweight` packed along the inputs, `qzeros`, `scales`. AWQ: the same names, packed along the outputs.
-    PACKED: `weight_packed` along the inputs, `weight_scale`. SCALED: `weight` in float8 or int8 and `weight_scale` or
+    PACKED: `weight_packed` along the inputs, `weight_scale`. TERNARY: `weight` of two bits packed along the outputs and
+    `weight_scale`, or one in floats that is rounded. SCALED: `weight` in float8 or int8 and `weight_scale` or
     `weight_scale_inv`. Checkpoints of compressed-tensors use both PACKED and SCALED. MXFP4: experts in `_blocks` and
     `_scales`, whose names follow the parameter's. GGUF: blocks as the file has them, in a tensor named by the
     parameter and the type of its blocks.
@@ -28,6 +29,7 @@ class WeightFormat(StrEnum):
     AWQ = "awq"
     PACKED = "packed"
     SCALED = "scaled"
+    TERNARY = "ternary"
     MXFP4 = "mxfp4"
     GGUF = "gguf"
 
@@ -45,6 +47,8 @@ class Scheme:
         group_size: inputs that share a scale, if scales are per group; the last group may be smaller.
         has_group_index: inputs are not in group order, so a tensor names the group of each.
         may_be_dense: the checkpoint may have no quantized weight.
+        divides: a weight is its number divided by the scale.
+        kept_modules: the last parts of the names of layers whose weights in floats are not rounded; None for all.
     """
 
     method: str
@@ -55,6 +59,8 @@ class Scheme:
     group_size: int | None = None
     has_group_index: bool = False
     may_be_dense: bool = False
+    divides: bool = False
+    kept_modules: tuple[str, ...] | None = None
 
 
 def scheme_of(config: Mapping[str, Any], path: str) -> Scheme | None:
@@ -119,6 +125,18 @@ def _mxfp4(section: Mapping[str, Any], path: str) -> Scheme:
     return Scheme("mxfp4", (WeightFormat.MXFP4,))
 
 
+def _bitnet(section: Mapping[str, Any], path: str) -> Scheme:
+    layer, mode = section.get("linear_class", "bitlinear"), section.get("quantization_mode", "offline")
+    if layer not in ("bitlinear", "autobitlinear") or mode not in ("online", "offline"):
+        raise refusal(path, f"its layers are {layer!r}, {mode!r}")
+    if section.get("use_rms_norm"):
+        raise refusal(path, "its layers norm their rows ('use_rms_norm')")
+    is_rounded = (layer, mode) == ("autobitlinear", "online")
+    named = section.get("modules_to_not_convert")
+    kept = ("embed_tokens", *(("lm_head",) if named is None else named)) if is_rounded else None
+    return Scheme("bitnet", (WeightFormat.TERNARY,), num_bits=2, divides=layer == "bitlinear", kept_modules=kept)
+
+
 def _gguf(section: Mapping[str, Any], path: str) -> Scheme:
     return Scheme("gguf", (WeightFormat.GGUF,), may_be_dense=True)
 
@@ -153,7 +171,7 @@ def _compressed(section: Mapping[str, Any], path: str) -> Scheme:
 
 _READERS = {
     **{"gptq": _gptq, "awq": _awq, "fp8": _fp8, "fbgemm_fp8": _fp8},
-    **{"mxfp4": _mxfp4, "gguf": _gguf, "compressed-tensors": _compressed},
+    **{"mxfp4": _mxfp4, "gguf": _gguf, "bitnet": _bitnet, "compressed-tensors": _compressed},
 }
 
 

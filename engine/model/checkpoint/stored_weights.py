@@ -12,6 +12,7 @@ from engine.model.checkpoint.weight_files import TensorHeader
 from protos.errors import ConfigError
 
 WORD_BITS = 32
+NUMBERS_PER_BYTE = 4  # of BitNet
 _BYTE_DTYPES = ("F8_E4M3", "F8_E5M2", "I8")
 # Tensors of each format, after the module's name: first the tensor that identifies the format, then the others.
 _NUMBERS = {
@@ -19,12 +20,14 @@ _NUMBERS = {
     WeightFormat.AWQ: "qweight",
     WeightFormat.PACKED: "weight_packed",
     WeightFormat.SCALED: "weight",
+    WeightFormat.TERNARY: "weight",
 }
 _OTHERS = {
     WeightFormat.GPTQ: ("scales", "qzeros", "g_idx"),
     WeightFormat.AWQ: ("scales", "qzeros"),
     WeightFormat.PACKED: ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
     WeightFormat.SCALED: ("weight_scale", "weight_scale_inv", "weight_zero_point"),
+    WeightFormat.TERNARY: ("weight_scale",),
 }
 _WORDS = ("qweight", "qzeros", "weight_packed")
 _SCALES = ("scales", "weight_scale", "weight_scale_inv")
@@ -79,13 +82,23 @@ def stored_weights(scheme: Scheme, headers: Mapping[str, TensorHeader], path: st
         if WeightFormat.GGUF in scheme.formats and last in BLOCKS:
             found.append(_gguf(module, last, headers[name], path))
         for kind in scheme.formats:
-            if last == _NUMBERS.get(kind) and (kind is not WeightFormat.SCALED or headers[name].dtype in _BYTE_DTYPES):
+            if last == _NUMBERS.get(kind) and _is_quantized(module, headers[name], kind, scheme):
                 found.append(_Module(module, kind, scheme, headers, path).stored())
     if not found and not scheme.may_be_dense:
         wanted = " or ".join(f"'.{_NUMBERS.get(kind, _BLOCKS)}'" for kind in scheme.formats)
         raise refusal(path, f"config.json names {scheme.method}, but no tensor name ends in {wanted}")
     _refuse_orphans(scheme, headers, found, path)
     return found
+
+
+def _is_quantized(module: str, header: TensorHeader, kind: WeightFormat, scheme: Scheme) -> bool:
+    """True if a tensor with the name of a format's numbers has such."""
+    if kind is WeightFormat.SCALED:
+        return header.dtype in _BYTE_DTYPES
+    if kind is not WeightFormat.TERNARY or header.dtype == "U8":
+        return True
+    kept = scheme.kept_modules
+    return kept is not None and len(header.shape) == 2 and not any(f".{name}." in f".{module}." for name in kept)
 
 
 def refuse_unscaled(config: Mapping[str, object], headers: Mapping[str, TensorHeader], path: str) -> None:
@@ -148,8 +161,10 @@ class _Module:
 
     def stored(self) -> StoredWeight:
         self._check_dtypes()
+        rows, columns = self._matrix(_NUMBERS[self._kind])
+        if self._kind is WeightFormat.TERNARY and self._dtypes["weight"] != "U8":
+            return StoredWeight(self._module, self._kind, (rows, columns), self._names, (rows, columns))
         kind, scales = self._kind, self._shape_of("scales" if self._kind in _BY_GROUP else self._scale_name())
-        rows, columns = self._matrix(_NUMBERS[kind])
         per_word = WORD_BITS // self._scheme.num_bits
         match kind:
             case WeightFormat.GPTQ:
@@ -160,6 +175,8 @@ class _Module:
                 shape = (rows, columns * per_word)
             case WeightFormat.SCALED:
                 shape = (rows, columns)
+            case WeightFormat.TERNARY:
+                shape = (rows * NUMBERS_PER_BYTE, columns)
         step = self._step(scales[::-1] if kind in _BY_GROUP else scales, shape)
         self._check_others(shape, step, per_word)
         if kind is WeightFormat.SCALED and "weight_zero_point" in self._shapes:

@@ -17,12 +17,11 @@ from engine.model.linear.native_mixture import Routing
 from engine.model.linear.native_product import Gate
 from engine.recurrent.stock_functions import is_recurrent
 
-_GATES = {"silu": Gate.SILU, "gelu_pytorch_tanh": Gate.GELU_TANH}
+_GATES = {"silu": Gate.SILU, "gelu_pytorch_tanh": Gate.GELU_TANH, "relu2": Gate.RELU_SQUARED}
 _FUNCTIONS = _GATES | {  # of MLPs without gates
     "gelu_new": Gate.GELU_TANH,
     "gelu": Gate.GELU,
     "relu": Gate.RELU,
-    "relu2": Gate.RELU_SQUARED,
     "xielu": Gate.XIELU,
 }
 # Keys of configurations.

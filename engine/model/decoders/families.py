@@ -182,6 +182,7 @@ _DENSE = {
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
     "gemma4_text": DecoderFamily(_AROUND, has_softcap=True, routing=Routing()),
+    "bitnet": _PLAIN,
     "ernie4_5": _PAIRS,
     "glm": _PAIRS,
     "glm4": DecoderFamily(_BEFORE_AND_AFTER, rotates_pairs=True),

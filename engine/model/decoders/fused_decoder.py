@@ -287,6 +287,7 @@ class FusedDecoder:
             hidden, mixed, normed = (rows.index_select(0, kept) for rows in (hidden, mixed, normed))
         if layer.mixer is None:
             assert layer.output is not None, "attention has both products"
+            mixed = self._normed(mixed, layer.attended_norm)
             mixed = self._rank.all_reduce(layer.output(mixed))
         if layer.output_factor != 1.0:
             mixed = mixed * layer.output_factor

@@ -19,7 +19,7 @@ class Mlp:
 
     inner: Linear  # function(gate(x)) * up(x), or up(x)
     down: Linear
-    activate: Callable[[Tensor], Tensor] | None = None  # the function without gates
+    activate: Callable[[Tensor], Tensor] | None = None  # the function without gates, or a norm of `inner`'s results
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., hidden] -> [..., hidden]."""

@@ -58,11 +58,13 @@ class DecoderLayer:
     latent: Latent | None = None  # the parts next to the attention, if `qkv` yields latents
     steps: Linear | None = None  # of a recurrent part whose steps and betas `qkv` lacks
     head_norm: Tensor | None = None  # [Hq + H, D] of q and k; [Hq + 2 H, D] with values; [2, ...] with biases
+    attended_norm: Tensor | None = None  # of the rows that `output` reads
     output: Linear | None = None
     output_factor: float = 1.0  # of its results
     output_norm: Tensor | None = None  # of the attention's output
     mlp_norm: Tensor | None = None
     mlp: Linear | None = None  # an `Mlp`, or a mixture of experts
+    inner_norm: Tensor | None = None  # of the rows that the MLP's last product reads
     down_factor: float = 1.0  # of its results
     mlp_output_norm: Tensor | None = None
     options: LayerOptions = _NO_OPTIONS
@@ -93,6 +95,7 @@ class DecoderLayer:
 
 
 _NORMS = ("input_norm", "output_norm", "mlp_norm", "mlp_output_norm")
+_INNER_NORMS = ("head_norm", "attended_norm", "inner_norm")  # within the attention and the MLP
 MAX_TABLES = 2  # of rotary angles
 
 
@@ -115,7 +118,7 @@ class _Layer(ctypes.Structure):
     """`struct layer` of the kernel."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in (*_NORMS, "input_step_norm", "head_norm", "sinks")),
+        *((name, ctypes.c_void_p) for name in (*_NORMS, "input_step_norm", *_INNER_NORMS, "sinks")),
         *((name, PackedWeight) for name in ("qkv", "output", "inner", "down", "steps")),
         *((name, PackedWeight) for name in ("input_gate", "input_projection")),
         ("mixture", ctypes.c_void_p),
@@ -300,7 +303,8 @@ def _layer_call(layer: DecoderLayer, dtype: torch.dtype) -> _Layer | None:
     if not has_kernels or None in (*of_mlp, *of_step):  # the caller computes what follows the attention's sum
         step, mixture, of_mlp, of_step = None, None, none, none
     table, query_table = layer.tables or (-1, -1)
-    norms = *(getattr(layer, name) for name in _NORMS), None if step is None else step.norm, layer.head_norm
+    outer, inner = ([getattr(layer, name) for name in names] for names in (_NORMS, _INNER_NORMS))
+    norms = *outer, None if step is None else step.norm, *inner
     return _Layer(
         *(None if each is None else each.data_ptr() for each in (*norms, options.sinks)),
         *weights,

@@ -47,6 +47,7 @@ from engine.recurrent.native_mixer import first_products, take_products
 _JOINED = ("query_key_value", "qkv_proj", "c_attn")
 _BY_HEADS = "query_key_value"  # of the first head, of the second, and so on
 _HEAD_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
+_INNER_NORMS = ("attn_sub_norm", "ffn_sub_norm")
 _SHARED = ("shared_expert", "shared_experts")  # attributes of a mixture: an MLP that all rows pass
 # Norms around an MLP next to experts, and around these.
 _NORMS_WITH_EXPERTS = (
@@ -138,6 +139,7 @@ class StockLayers:
             qkv=self._qkv(index, attention, record),
             head_norm=self._head_norm(attention, record),
             latent=self._latents(index, attention) if has_latents(attention) else None,
+            attended_norm=self._inner_norm(attention, projection),
             output=self._product(f"layers.{index}.output", lambda: self._summed(projection), projection),
             output_norm=after,
             output_factor=self._multipliers.attention,
@@ -220,6 +222,7 @@ class StockLayers:
             own,
             mlp_norm=before,
             mlp=taken,
+            inner_norm=self._inner_norm(mlp, getattr(mlp, self._family.mlp[-1], None)),
             mlp_output_norm=after,
             down_factor=self._multipliers.down,
             factor=1.0 if factor is None else float(factor),
@@ -232,6 +235,14 @@ class StockLayers:
         norms = [self._family.norm(layer, place, self._hidden_size) for place in places]
         is_float = self._multipliers.mlp != 1.0  # all norms of a model have one dtype
         return [None if norm is None else self._rank.to_device(norm.float() if is_float else norm) for norm in norms]
+
+    def _inner_norm(self, part: nn.Module, last: Any) -> Tensor | None:
+        """Return the norm of the rows that the last product of an attention or an MLP reads; None without one."""
+        norm = next((each for name in _INNER_NORMS if (each := getattr(part, name, None)) is not None), None)
+        return None if norm is None else self._family.norm_weight(norm, last.in_features)
+
+    def _normed(self, norm: Tensor, rows: Tensor) -> Tensor:
+        return self._rows.add_norm(rows, None, norm)[1]
 
     def inputs(self) -> LayerInputs | None:
         """Return the inputs of single layers; None for a model without them."""
@@ -315,7 +326,9 @@ class StockLayers:
         halves = halves_of(gated)
         products = {gate: halves[0], up: halves[1]} if joined is None else {joined: joined_of(halves)}
         self._stand_in(products)
-        return Mlp(self._rowwise(gated, gate.in_features), down)
+        norm = self._inner_norm(mlp, last)
+        normed = None if norm is None else partial(self._normed, norm)
+        return Mlp(self._rowwise(gated, gate.in_features), down, normed)
 
     def _mixture(self, index: int, mixture: nn.Module, shared: nn.Module | None) -> Linear:
         """Return a stock mixture as one kernel; with packed weights if its experts or its router are of other kinds.

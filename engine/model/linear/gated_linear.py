@@ -74,12 +74,19 @@ class JoinedGate(Storable):
 
             return gate_joined(self._joined(x))
         gate, up = self.halves(x)
-        activated = F.silu(gate) if self._gate == Gate.SILU else F.gelu(gate, approximate="tanh")
-        return activated.mul_(up)  # in place: fresh memory costs a prefill chunk as much as the product
+        return _activated(gate, self._gate).mul_(
+            up
+        )  # in place: fresh memory costs a prefill chunk as much as the product
 
     def halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = self._joined(x).chunk(2, dim=-1)
         return gate, up
+
+
+def _activated(gate: Tensor, function: int) -> Tensor:
+    if function == Gate.RELU_SQUARED:
+        return F.relu(gate).square()
+    return F.silu(gate) if function == Gate.SILU else F.gelu(gate, approximate="tanh")
 
 
 class _Reordered:

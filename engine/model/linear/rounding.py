@@ -22,6 +22,7 @@ GROUP_SIZE = 32  # inputs that share a scale
 LONG_GROUP_SIZE = 64  # the same in int8, where it halves the number of sums to scale
 _TINY = 2.0**-24  # float16's smallest number: a scale is never zero
 _HUGE = torch.finfo(torch.float16).max
+_HALF_ULP = torch.finfo(torch.float16).eps / 2  # relative
 _TIMES = (-8, *range(7, 0, -1), *range(8, 16))  # of a step in the greatest number of a group
 _ENDS = (-32, -31, -33, -34, 31.5)  # numbers of 6 bits tried for a group's number farthest from zero
 _LEAST_EXPONENT = 127 - 20  # of a byte's scale, as a float has it
@@ -140,7 +141,7 @@ def to_int4_with_bases(weight: Tensor, times: Seq[int] = ()) -> QuantizedWeight:
     bases = _float16(lowest)
     scales = _float16((highest - bases) / 15).clamp_(min=_TINY)
     if times:
-        steps = _steps_of(groups, times)
+        steps = _steps_of(groups, times, num_levels=16)
         least, most = torch.stack((lowest / steps, highest / steps)).round_().aminmax(dim=0)
         first = torch.where((least >= -8) & (most <= 7), -8.0, least)  # as Q4_0's: its base is exact
         is_kept = (steps != 0) & (most - least <= 15)
@@ -149,18 +150,20 @@ def to_int4_with_bases(weight: Tensor, times: Seq[int] = ()) -> QuantizedWeight:
     return QuantizedWeight(levels.to(torch.int8).flatten(1), scales, bases, num_bits=4)
 
 
-def _steps_of(groups: Tensor, times: Seq[int]) -> Tensor:
+def _steps_of(groups: Tensor, times: Seq[int], num_levels: int = 255) -> Tensor:
     """Return the number that all of a group [..., size] are multiples of, the greatest one of `times`; 0 without one.
 
-    Weights of GGUF's Q4_0, of GPTQ and AWQ of 4 bits, and of MXFP4 (of halves) are such multiples.
+    From the least to the greatest they have at most `num_levels`. Weights of GGUF's Q4_0, of GPTQ and AWQ of 4 bits, of
+    MXFP4 (of halves) and of BitNet are such multiples, the last up to float16's precision.
     """
     extremes, rest = _extremes(groups).flatten(), groups.flatten(0, -2)
     steps, places = torch.zeros_like(extremes), torch.arange(len(extremes), device=groups.device)
     for most in times:  # the likeliest come first
         step = _float16(extremes / most)
-        off = (rest / step[:, None]).round_().mul_(step[:, None]).sub_(rest).abs_().amax(dim=-1)
-        steps[places] = torch.where(off == 0, step, 0)  # NaN for zeros
-        is_left = off > 0
+        off = (rest / step[:, None]).round_().mul_(step[:, None]).sub_(rest).abs_().amax(dim=-1)  # NaN for zeros
+        is_wide = rest.amax(dim=-1) - rest.amin(dim=-1) > (num_levels - 0.5) * step.abs()
+        is_left = (off > (extremes.abs() * _HALF_ULP if most == 1 else 0)) | is_wide
+        steps[places] = torch.where(is_left, 0, step)
         if not is_left.any():
             break
         rest, extremes, places = rest[is_left], extremes[is_left], places[is_left]

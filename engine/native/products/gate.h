@@ -69,6 +69,8 @@ AVX2 INLINE __m256 exact_product(__m256 x, __m256 z) {
 
 AVX INLINE __m512 rough_gate(int gate, __m512 x) {
     if (gate == SILU) return rough_product(x, x);
+    const __m512 positive = _mm512_max_ps(_mm512_setzero_ps(), x); /* NaN stays NaN */
+    if (gate == RELU_SQUARED) return _mm512_mul_ps(positive, positive);
     const __m512 square = _mm512_mul_ps(x, x);
     const __m512 factor = _mm512_fmadd_ps(square, _mm512_set1_ps(0.0713548163f), _mm512_set1_ps(1.59576912f));
     return rough_product(x, _mm512_mul_ps(x, factor));

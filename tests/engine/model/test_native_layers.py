@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForCausalLM,
     AXK1Config,
     BioGptConfig,
+    BitNetConfig,
     Cohere2Config,
     Cohere2MoeConfig,
     CohereConfig,
@@ -167,6 +168,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         attention_k_eq_v=True,
         final_logit_softcapping=5.0,
     ),
+    "bitnet": BitNetConfig(**SIZES_OF_TWO_HEADS),
     "ernie4_5": Ernie4_5Config(**SIZES_OF_TWO_HEADS),
     "glm": GlmConfig(**{**SIZES, "head_dim": 64}, rope_parameters=HALF_ROTATED, attention_bias=True),
     "glm4": Glm4Config(**{**SIZES, "head_dim": 64}, rope_parameters=HALF_ROTATED),
@@ -282,6 +284,7 @@ WITH_PARTS_OF_THEIR_OWN += ("minicpm3", "youtu", "youtu_plain", "deepseek_v2", "
 WITH_PARTS_OF_THEIR_OWN += ("glm4_moe_lite", "axk1", "granite_swa", "granitemoe_swa")
 WITH_PARTS_OF_THEIR_OWN += ("mimo_v2_flash", "gpt2", "gpt_bigcode", "gpt_bigcode_by_heads", "biogpt", "ctrl", "opt")
 WITH_PARTS_OF_THEIR_OWN += ("nemotron", "apertus", "nanochat", "ministral3", "afmoe", "cohere_normed", "phi_normed")
+WITH_PARTS_OF_THEIR_OWN += ("bitnet",)
 TEXT = torch.randint(3, 96, (240,), generator=torch.Generator().manual_seed(1)).tolist()
 FIRST_TABLE, SECOND_TABLE = list(range(20, 0, -1)), [21, 22]
 BEGINNING = [Span(TEXT[:150], 0, FIRST_TABLE, 1)]  # more rows than the MLP takes at a time

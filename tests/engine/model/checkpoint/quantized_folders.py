@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.integrations.bitnet import pack_weights
 
 GROUP = 32
 Written = tuple[dict[str, Tensor], Tensor]  # tensors by their last name, and the weight [out, in] float32
@@ -97,6 +98,19 @@ def float8(weight: Tensor, scales_shape: Callable[[int, int], tuple[int, ...]], 
     return {"weight": numbers, name: scales, "input_scale": torch.ones(())}, expected
 
 
+def bitnet(weight: Tensor, *, divides: bool = True) -> Written:
+    """Numbers -1, 0 and 1 as transformers packs them, with one scale."""
+    numbers, scale = torch.randint(-1, 2, weight.shape), torch.rand(1) + 0.5
+    expected = numbers / scale if divides else numbers * scale
+    return {"weight": pack_weights(numbers), "weight_scale": scale}, expected
+
+
+def trained_bitnet(weight: Tensor) -> Written:
+    """A weight in floats, which BitNet's layers round at each use."""
+    factor = 1 / weight.abs().mean()
+    return {"weight": weight}, (weight * factor).round().clamp(-1, 1) / factor
+
+
 def without_group_index(written: Written) -> Written:
     """The same matrix without the group of each input, as it is where these are in order."""
     parts, expected = written
@@ -125,6 +139,8 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm",
 FP8 = {"quant_method": "fp8", "activation_scheme": "static"}
 BLOCK_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32], "fmt": "e4m3"}
 
+BITNET = {"quant_method": "bitnet", "modules_to_not_convert": None}
+
 
 def blocks(rows: int, columns: int) -> tuple[int, int]:
     return -(-rows // 32), -(-columns // 32)
@@ -145,4 +161,10 @@ BY_DEFINITION = {
     "fp8 per tensor, [1]": (partial(float8, scales_shape=lambda *_: (1,)), FP8),
     "fp8 per channel": (partial(float8, scales_shape=lambda rows, _: (rows, 1)), {"quant_method": "fbgemm_fp8"}),
     "fp8 per block": (partial(float8, scales_shape=blocks, name="weight_scale_inv"), BLOCK_FP8),
+    "bitnet": (bitnet, BITNET),
+    "bitnet whose scales are factors": (partial(bitnet, divides=False), {**BITNET, "linear_class": "autobitlinear"}),
+    "bitnet in floats": (
+        trained_bitnet,
+        {**BITNET, "linear_class": "autobitlinear", "quantization_mode": "online"},
+    ),
 }

@@ -28,6 +28,7 @@ from protos.errors import ConfigError
 from tests.engine.fixtures.families import SERVED, write_family
 from tests.engine.model.checkpoint.quantized_folders import (
     AWQ,
+    BITNET,
     BLOCK_FP8,
     BY_DEFINITION,
     GPTQ,
@@ -38,6 +39,7 @@ from tests.engine.model.checkpoint.quantized_folders import (
     gptq,
     llama,
     quantize_folder,
+    trained_bitnet,
     without_group_index,
 )
 
@@ -154,6 +156,16 @@ def test_it_is_served_with_a_quantized_head_and_requantized(tmp_path: Path, quan
     assert runner.vocab_size == 96
 
 
+@pytest.mark.parametrize(("names", "kept"), [(None, "lm_head"), (["up_proj"], "up_proj")])
+def test_trained_weights_of_other_layers_are_not_rounded(tmp_path: Path, names: list[str] | None, kept: str) -> None:
+    section = {**BITNET, "linear_class": "autobitlinear", "quantization_mode": "online"}
+    expected = quantize_folder(tmp_path, trained_bitnet, section | {"modules_to_not_convert": names}, is_tied=False)
+    stored = load_file(tmp_path / "model.safetensors")
+    for name, weight in read(tmp_path).items():
+        wanted = stored if kept in name else expected
+        torch.testing.assert_close(weight, wanted[name], rtol=1e-6, atol=1e-6, msg=name)
+
+
 REFUSED = {
     "of another method": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method is 'bitsandbytes'"),
     "of 3 bits": ({**GPTQ, "bits": 3}, "bits is 3; it must be 4 or 8"),
@@ -161,6 +173,8 @@ REFUSED = {
     "for marlin": ({**GPTQ, "checkpoint_format": "marlin"}, "'marlin'"),
     "of gemv": ({**AWQ, "version": "GEMV"}, "'gemv'"),
     "of nvfp4": (compressed(INT4, "nvfp4-pack-quantized"), "'nvfp4-pack-quantized'"),
+    "of layers with norms": ({**BITNET, "use_rms_norm": True}, "norm their rows \\('use_rms_norm'\\)"),
+    "of unknown layers": ({**BITNET, "quantization_mode": "later"}, "its layers are 'bitlinear', 'later'"),
     "that are sparse": ({**compressed(INT4, "pack-quantized"), "sparsity_config": {"format": "x"}}, "sparse"),
     "without tensors": (AWQ | {"quant_method": "gptq"}, "no tensor name ends in '.qweight'"),
 }

@@ -9,13 +9,14 @@ from torch.nn import functional as F
 
 from engine.config import Quantization
 from engine.model.linear.gated_linear import gated_of
-from engine.model.linear.native_product import NativeGate, NativeProduct
+from engine.model.linear.native_product import Gate, NativeGate, NativeProduct
 from engine.model.linear.native_quantized import NativeQuantizedProduct
 from engine.model.linear.packed_linear import can_pack
 from engine.model.linear.quantized_linear import linear_factory
 from tests.engine.fixtures.native_kernels import needs_float_kernels
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
+FUNCTIONS = {Gate.SILU: F.silu, Gate.RELU_SQUARED: lambda x: F.relu(x).square()}
 LARGE = (1200, 1000)  # inputs, outputs: for oneDNN, since ours are made of whole tiles
 
 
@@ -26,19 +27,22 @@ def _layers(shape: tuple[int, int], has_bias: bool, dtype: torch.dtype) -> tuple
     return gate.to(dtype), up.to(dtype)
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [(LARGE, torch.bfloat16), *(((64, 96), dtype) for dtype in TOLERANCE)])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "function"),
+    [(LARGE, torch.bfloat16, Gate.SILU)] + [((64, 96), dtype, each) for dtype in TOLERANCE for each in FUNCTIONS],
+)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 5, 70])
 def test_a_fused_gate_is_the_plain_one(
-    shape: tuple[int, int], dtype: torch.dtype, has_bias: bool, num_rows: int
+    shape: tuple[int, int], dtype: torch.dtype, function: Gate, has_bias: bool, num_rows: int
 ) -> None:
     gate, up = _layers(shape, has_bias, dtype)
-    gated = gated_of(gate, up)
+    gated = gated_of(gate, up, function=function)
     if gated is None:  # small weights are left to two products where the C kernels are not loaded
         assert shape != LARGE or not can_pack(gate.weight)
         return
     x = torch.randn(num_rows, shape[0]).to(dtype)
-    expected = F.silu(gate(x).double()) * up(x).double()
+    expected = FUNCTIONS[function](gate(x).double()) * up(x).double()
     torch.testing.assert_close(gated(x).double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
@@ -47,17 +51,24 @@ def test_a_fused_gate_is_the_plain_one(
 @pytest.mark.parametrize("quantization", [Quantization.INT8, Quantization.INT4])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("num_rows", [0, 1, 5, 16, 70, 130])
+@pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize(("rows_dtype", "tolerance"), [(torch.bfloat16, (2e-2, 2e-3)), (torch.float32, (2e-6, 1e-6))])
 def test_a_quantized_gate_is_that_of_its_two_products(
-    quantization: Quantization, has_bias: bool, num_rows: int, rows_dtype: torch.dtype, tolerance: tuple[float, float]
+    quantization: Quantization,
+    has_bias: bool,
+    num_rows: int,
+    function: Gate,
+    rows_dtype: torch.dtype,
+    tolerance: tuple[float, float],
 ) -> None:
     gate, up = _layers((1152, 192), has_bias, rows_dtype)
-    gated = gated_of(gate, up, linear_factory(quantization))
+    gated = gated_of(gate, up, linear_factory(quantization), function)
     assert isinstance(gated, NativeQuantizedProduct)
     x = torch.randn(num_rows, 1152).to(rows_dtype)
     gate_of_x, up_of_x = (linear_factory(quantization)(each.weight, each.bias)(x).float() for each in (gate, up))
     relative, absolute = tolerance
-    torch.testing.assert_close(gated(x).float(), F.silu(gate_of_x) * up_of_x, rtol=relative, atol=absolute)
+    expected = FUNCTIONS[function](gate_of_x) * up_of_x
+    torch.testing.assert_close(gated(x).float(), expected, rtol=relative, atol=absolute)
 
 
 @needs_float_kernels

@@ -131,6 +131,8 @@ def multiples(least: int, most: int) -> Tensor:
         (-8, 7, Quantization.INT8),
         (-3, 12, Quantization.INT8),  # GPTQ and AWQ with zero points
         (-12, 12, Quantization.INT8),  # MXFP4, in halves
+        (-1, 1, Quantization.INT4),  # BitNet
+        (-1, 1, Quantization.INT8),
     ],
 )
 def test_numbers_of_four_bits_are_kept(least: int, most: int, quantization: Quantization) -> None:
@@ -141,6 +143,14 @@ def test_numbers_of_four_bits_are_kept(least: int, most: int, quantization: Quan
     rows = torch.randn(5, 256)
     product = linear_factory(quantization)(weight, None)(rows)
     assert relative_error(product, F.linear(rows, weight)) < 0.01
+
+
+def test_three_levels_of_any_scale_are_kept_to_float16() -> None:
+    """BitNet's scales of bfloat16 divide, and so are no numbers of float16."""
+    weight = multiples(-1, 1) / 3
+    round_ = quantizer(weight, Quantization.INT4)
+    assert round_ is not None
+    torch.testing.assert_close(round_(weight).dequantized(), weight, rtol=2**-11, atol=0)
 
 
 def test_levels_with_a_zero_point_are_kept_to_the_precision_of_a_base() -> None:
