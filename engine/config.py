@@ -1,4 +1,4 @@
-"""The configuration of an engine: frozen dataclasses that check themselves when constructed."""
+"""The configuration of an engine: frozen dataclasses. `cluster.schema` bounds their numbers; they check the rest."""
 
 from __future__ import annotations
 
@@ -64,9 +64,6 @@ class GraphConfig:
     `batches`, graphs are recorded by total rows, in small steps, up to `max_batch` sequences with the most rows each.
     Without `row_counts` nothing is recorded. `load_engine` derives `row_counts` and the limits. The steps of a draft
     model that draws ids below `draft_ids_end` are recorded too; 0 for a target.
-
-    Raises:
-        ConfigError: a batch has less than 1 sequence.
     """
 
     kind: GraphKind = GraphKind.AUTO
@@ -76,10 +73,6 @@ class GraphConfig:
     max_rows: int = 2048
     has_trees: bool = False
     draft_ids_end: int = 0
-
-    def __post_init__(self) -> None:
-        if any(batch < 1 for batch in self.batches):
-            raise ConfigError(f"GraphConfig.batches has {min(self.batches)}; a batch has at least 1 sequence")
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,8 +210,7 @@ class SpeculationConfig:
     With `can_draft_ahead`, draft models may work while the target verifies.
 
     Raises:
-        ConfigError: `max_num_tokens` is above `MAX_DRAFT_TOKENS`, `num_tokens` above `max_num_tokens`, or `tree_nodes`
-            above `MAX_TREE_NODES`.
+        ConfigError: `max_num_tokens` is above `MAX_DRAFT_TOKENS`, or `num_tokens` above `max_num_tokens`.
     """
 
     num_tokens: int = 4
@@ -239,8 +231,6 @@ class SpeculationConfig:
                 f"speculation.num_tokens is {self.num_tokens}; it must be between 0 and speculation.max_num_tokens, "
                 f"{self.max_num_tokens}: lower it or raise the limit"
             )
-        if not 0 <= self.tree_nodes <= MAX_TREE_NODES:
-            raise ConfigError(f"speculation.tree.num_nodes is {self.tree_nodes}; use 1 to {MAX_TREE_NODES}")
 
     def without_drafts(self) -> SpeculationConfig:
         """Return this configuration with K = 0 everywhere, for an engine without a proposer."""
@@ -287,9 +277,6 @@ class CacheConfig:
     On a GPU `gpu_memory_utilization`, if given, replaces `memory_bytes`: the pool gets what weights and activations
     leave of this share of the GPU's memory (`engine.model.gpu_memory`). With `counts_own_use` the share covers this
     process alone, and memory used by other processes does not count.
-
-    Raises:
-        ConfigError: no size is given, a size is below 1, or the share is not in (0, 1].
     """
 
     block_size: int = 16
@@ -300,17 +287,6 @@ class CacheConfig:
     counts_own_use: bool = False
     num_states: int = 256  # of recurrent layers, within the budget; the engine sets it from its limits
 
-    def __post_init__(self) -> None:
-        share = self.gpu_memory_utilization
-        if share is not None and not 0 < share <= 1:
-            raise ConfigError(f"cache.gpu_memory_utilization is {share}; it must be above 0 and at most 1")
-        if self.block_size < 1:
-            raise ConfigError(f"cache.block_size is {self.block_size}; it must be at least 1")
-        if self.num_blocks is None and self.memory_bytes is None:
-            raise ConfigError("cache has no num_blocks and no memory_gib; set one of them")
-        if self.num_blocks is not None and self.num_blocks < 1:
-            raise ConfigError(f"cache.num_blocks is {self.num_blocks}; it must be at least 1")
-
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -318,27 +294,12 @@ class SchedulerConfig:
 
     While sequences decode, a chunk of a prompt takes at most as long as `max_stall_passes` passes without prompts; with
     None, only `max_tokens_per_step` limits it. With `max_model_len` None, the limit is the model's number of positions.
-
-    Raises:
-        ConfigError: a limit of a step is below 1, `max_stall_passes` is not above 0, or `max_model_len` is below 2.
     """
 
     max_num_sequences: int = 64
     max_tokens_per_step: int = 2048
     max_stall_passes: float | None = 1.5
     max_model_len: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_num_sequences < 1:
-            raise ConfigError(f"scheduler.max_num_sequences is {self.max_num_sequences}; it must be at least 1")
-        if self.max_tokens_per_step < 1:
-            raise ConfigError(f"scheduler.max_tokens_per_step is {self.max_tokens_per_step}; it must be at least 1")
-        if self.max_stall_passes is not None and not self.max_stall_passes > 0.0:
-            raise ConfigError(f"scheduler.max_stall_passes is {self.max_stall_passes}; it must be above 0, or null")
-        if self.max_model_len is not None and self.max_model_len < 2:
-            raise ConfigError(
-                f"scheduler.max_model_len is {self.max_model_len}; it must be at least 2, prompt and output"
-            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,6 +100,23 @@ def test_all_mistakes_are_reported_at_once():
 
 
 @pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("cache", "gpu_memory_utilization", 1.5),
+        ("cache", "num_blocks", 1),
+        ("scheduler", "max_num_sequences", 0),
+        ("scheduler", "max_tokens_per_step", 0),
+        ("scheduler", "max_stall_passes", 0.0),
+        ("scheduler", "max_model_len", 1),
+    ],
+)
+def test_a_number_out_of_range_is_refused(section: str, key: str, value: float) -> None:
+    message = error_of(**{section: {key: value}})
+    assert f"args.{section}.{key}: input should be " in message
+    assert f"and it is {value}" in message
+
+
+@pytest.mark.parametrize(
     ("changes", "where"),
     [
         ({"draft": {"kind": "hydra"}}, "args.draft.kind"),

@@ -107,11 +107,6 @@ def test_memory_that_ends_while_a_model_is_loaded_is_told_with_the_figures(
         ModelRunner(model, CacheConfig(4, num_blocks=64))
 
 
-def test_a_share_is_above_none_and_at_most_all() -> None:
-    with pytest.raises(ConfigError, match=r"gpu_memory_utilization is 1\.5; it must be above 0 and at most 1"):
-        CacheConfig(gpu_memory_utilization=1.5)
-
-
 def test_a_runner_makes_its_pool_of_what_was_left_and_computes_as_ever(tmp_path: Path) -> None:
     """The trial's passes and recordings leave no trace; a device with fixed figures replaces a GPU."""
     path = str(write_pair(tmp_path, noise=0.05).target)

@@ -225,8 +225,6 @@ def test_buckets_follow_from_the_limits_of_the_engine() -> None:
     assert sized(GraphConfig(), limits, SpeculationConfig(2, max_num_tokens=5, adaptive=True)).row_counts == (1, 3, 6)
     suffixes = SpeculationConfig(3, max_num_tokens=8, methods=(SpeculationMethod.SUFFIX,))
     assert sized(GraphConfig(), limits, suffixes).row_counts == (1, 4, 9)
-    with pytest.raises(ConfigError, match="batches has 0"):
-        GraphConfig(batches=(1, 0))
 
 
 def test_the_smallest_bucket_with_room_is_taken() -> None:
