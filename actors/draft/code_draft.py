@@ -27,7 +27,6 @@ from actors.process.frames import FrameListener
 from engine.batch.draft import Draft
 from engine.proposer import Proposer
 from engine.sequence.batch import DraftQuery
-from engine.sequence.sequence import RequestTokens
 from protos.backoff import Backoff
 from protos.errors import ConfigError
 from protos.linux import die_with_parent
@@ -49,21 +48,13 @@ class ChainsOf:
     def __init__(self, proposer: Proposer, name: str) -> None:
         """`name` names the class in errors."""
         self._proposer, self._name = proposer, name
-
-    def open(self, sequence: RequestTokens) -> None:
-        self._proposer.open(sequence)
+        self.open, self.commit, self.close = proposer.open, proposer.commit, proposer.close
 
     def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
         drafts = self._proposer.propose(queries)
         if not isinstance(drafts, (list, tuple)) or len(drafts) != len(queries):
             raise TypeError(f"{self._name}.propose returned {drafts!r:.200} for {len(queries)} queries")
         return [self._chain(draft, query) for draft, query in zip(drafts, queries, strict=True)]
-
-    def commit(self, sequences: Seq[RequestTokens]) -> None:
-        self._proposer.commit(sequences)
-
-    def close(self, request_id: str) -> None:
-        self._proposer.close(request_id)
 
     def _chain(self, draft: object, query: DraftQuery) -> Draft:
         """Return the draft's tokens up to an impossible id; the target rejects one that it does not know."""

@@ -27,9 +27,9 @@ def choose_attention(name: str, device: torch.device, *, is_deterministic: bool 
     """Return the attention of a model on `device`; `name` is an AttentionKind.
 
     Raises:
-        ConfigError: there is no such kind, or `device` cannot run it.
+        ConfigError: `device` cannot run it.
     """
-    kind = _kind_of(name)
+    kind = AttentionKind(name)
     if kind is AttentionKind.NATIVE or (kind is AttentionKind.AUTO and _obstacle_to_native(device) is None):
         return _choose_native(kind, device, is_deterministic=is_deterministic)
     obstacle = _obstacle_to_triton(device)
@@ -90,13 +90,6 @@ def check_kv_kind(kind: KVDtype, plan_attention: PlanAttention, device: torch.de
                 f"cache.dtype is 'fp8', which needs compute capability 8.9, and {torch.cuda.get_device_name(device)} "
                 f"has {capability[0]}.{capability[1]}; set it to auto"
             )
-
-
-def _kind_of(name: str) -> AttentionKind:
-    try:
-        return AttentionKind(name)
-    except ValueError as error:
-        raise ConfigError(f"attention is {name!r}; it must be {', '.join(AttentionKind)}") from error
 
 
 def _choose_native(kind: AttentionKind, device: torch.device, *, is_deterministic: bool) -> PlanAttention:

@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
 
@@ -58,10 +58,7 @@ class ProgressReport:
         first_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._activity = activity
-        self._model = model
-        self._total_bytes = total_bytes
-        self._first_bytes = first_bytes
+        self._start = Progress(activity, model, first_bytes, total_bytes, 0.0, first_bytes)
         self._clock = clock
         self._began_s = self._told_s = clock()
         folder = os.environ.get(FOLDER_VARIABLE)
@@ -71,9 +68,7 @@ class ProgressReport:
     def at(self, num_bytes: int) -> None:
         """Record the finished bytes; report the first and last call, and others at intervals."""
         now_s = self._clock()
-        progress = Progress(
-            self._activity, self._model, num_bytes, self._total_bytes, now_s - self._began_s, self._first_bytes
-        )
+        progress = replace(self._start, num_bytes=num_bytes, elapsed_s=now_s - self._began_s)
         period_s = 5.0 if self._file is None else 0.2
         if now_s - self._told_s >= period_s or progress.is_done or now_s == self._began_s:
             self._told_s = now_s

@@ -57,6 +57,7 @@ class ModelRunner(ModelPool):
         sampling_defaults: sampling parameters of requests that leave them out.
         experts: what rows read of the model's experts.
         self_draft: the model's own weights as a draft; None if unused.
+        features: the head's hidden states, for every row of the last `forward`, [T, F]; None without a head.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class ModelRunner(ModelPool):
             model.graphs, device, self._plan_attention, num_ranks=rank.size, is_recordable=is_recordable
         )
         self._queue = PassQueue.of(device)
-        self._features: Tensor | None = None
+        self.features: Tensor | None = None
         self._graphs: CudaGraphRunner | None = None
         self._head_graphs: CudaGraphRunner | None = None
         self._graph_config = model.graphs if has_graphs else None
@@ -260,11 +261,6 @@ class ModelRunner(ModelPool):
         self._queue.issued()
         return logits
 
-    @property
-    def features(self) -> Tensor | None:
-        """The head's hidden states, for every row of the last `forward`, [T, F]; None without a head."""
-        return self._features
-
     def lay_out(self, spans: Seq[Span], *, has_blocks: bool = False) -> ForwardBatch:
         """Lay out a pass over `spans`, for this model or its head (`has_blocks`: a parallel one); for one forward."""
         return ForwardBatch.of(spans, self._cache, self._plan_attention, has_blocks=has_blocks)
@@ -276,7 +272,7 @@ class ModelRunner(ModelPool):
             if input_ids is not None:
                 batch.input_ids.copy_(input_ids)
             output = self._pass(batch)
-        self._features = output.features
+        self.features = output.features
         return output.logits
 
     def _pass(self, batch: ForwardBatch, out: Tensor | None = None) -> ForwardOutput:

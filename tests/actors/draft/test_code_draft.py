@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -18,8 +18,9 @@ from engine.batch.draft import Draft, SparseDistribution
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
+from engine.proposer import NoProposer
 from engine.proposer.method_dispatcher import proposer_of
-from engine.sequence.batch import UnscheduledQuery
+from engine.sequence.batch import DraftQuery, UnscheduledQuery
 from engine.sequence.sequence import DraftRule, RequestTokens
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, VerifyMode
@@ -208,16 +209,16 @@ def test_a_check_of_a_class_that_loads_for_ever_ends() -> None:
 def test_no_distribution_of_a_class_is_believed() -> None:
     """A false one would bias texts under `rejection`; a draft without one is verified as certain."""
 
-    class Liar:
-        def propose(self, queries: object) -> list[Draft]:
+    class Liar(NoProposer):
+        def propose(self, queries: Sequence[DraftQuery]) -> list[Draft]:
             return [Draft((1, 2, 3), (SparseDistribution((9,), (1 << 16,)),) * 3)]
 
     assert ChainsOf(Liar(), "Liar").propose([QUERY]) == [Draft((1, 2))]  # type: ignore[arg-type]
 
 
 def test_a_draft_without_end_is_read_to_its_limit() -> None:
-    class Endless:
-        def propose(self, queries: object) -> list[Draft]:
+    class Endless(NoProposer):
+        def propose(self, queries: Sequence[DraftQuery]) -> list[Draft]:
             return [Draft(count(5))]  # type: ignore[arg-type]
 
     assert ChainsOf(Endless(), "Endless").propose([QUERY]) == [Draft((5, 6))]  # type: ignore[arg-type]
