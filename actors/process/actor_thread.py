@@ -94,6 +94,11 @@ class ActorThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
+    @property
+    def is_settled(self) -> bool:
+        """True if `wait_ready` would not wait."""
+        return self._is_settled.is_set()
+
     def wait_ready(self, timeout_s: float = 1800.0) -> None:
         """Return once the actor serves.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterable
 from importlib import import_module
@@ -64,6 +65,7 @@ def _app(names: Iterable[str]) -> typer.Typer:
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return the exit status. Its files may hold clients' texts: no other user reads them."""
     _open_streams()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes files and ends children, as Ctrl-C does
     _reach_this_machine()
     given = sys.argv[1:] if arguments is None else arguments
     try:

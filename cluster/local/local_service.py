@@ -128,7 +128,9 @@ class LocalPair(PairShell):
             from actors.target.target_process import serve_target
 
         thread = ActorThread("Target", partial(serve_target, self._settings, self._folder, None))
-        await asyncio.to_thread(thread.wait_ready)
+        while not thread.is_settled:  # noqa: ASYNC110  # a thread that waits would outlive a Ctrl-C
+            await asyncio.sleep(0.05)
+        thread.wait_ready()
         self._client = TargetClient(self._folder / TARGET_SOCKET)
         await self._client.wait_connected()
         if drafts := await self._head_draft("0"):

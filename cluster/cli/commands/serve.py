@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -133,8 +134,10 @@ def _run(model: str, file: DeployFile, serve_file: Callable[[DeployFile, Loading
         with loading_view(console) as view:
             fetch_models(model, file.config)
             serve_file(check_deployment(file), view)
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+    except (KeyboardInterrupt, SystemExit) as end:
+        # At once: a thread that loads a model cannot be stopped, and torch aborts when Python ends below it.
+        sys.stdout.flush()
+        os._exit(130 if isinstance(end, KeyboardInterrupt) else 143)
 
 
 def _serve_in_process(file: DeployFile, view: LoadingView) -> None:

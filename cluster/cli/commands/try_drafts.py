@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from math import prod
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +14,7 @@ from typer import Argument, Option
 
 from cluster.checkpoints import resolve_model_path
 from cluster.cli import console, numbers_in, report, write_text
+from cluster.cli.child_process import in_child
 from cluster.cli.deployment import BUNDLED, SetOptions, deployment_of, to_yaml
 from cluster.cli.replay_traffic import DraftTrial, TrafficRequest, TrialFigures, read_traffic, run_trial
 from cluster.planning.replica_plan import PlannedDraft, ReplicaPlan, replayed_speed_up
@@ -96,10 +94,7 @@ def _measured_or_refused(trial: DraftTrial) -> list[TrialFigures]:
         f"{trial.draft}: {len(trial.requests)} requests, {len(trial.lengths) * len(trial.verify)} variants and plain"
     )
     try:
-        with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
-            return pool.submit(run_trial, trial).result()
-    except BrokenProcessPool:
-        report(f"{trial.draft}: its process ended; see its log above")
+        return in_child(run_trial, trial)
     except RequestError:
         raise  # the traffic is wrong, for every draft
     except ServingError as error:

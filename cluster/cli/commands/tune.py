@@ -7,12 +7,9 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +20,7 @@ from typer import Option
 from actors.settings import NO_GAIN
 from cluster.checkpoints import convert_gguf_models, resolve_model_path
 from cluster.cli import console, numbers_in, report
+from cluster.cli.child_process import in_child
 from cluster.cli.deployment import BUNDLED, SetOptions, deployment_of, located
 from cluster.cli.replay_traffic import Replay, TrafficRequest, read_traffic
 from cluster.deploy_file import checked_deployment
@@ -56,12 +54,7 @@ def log_traffic(deployment: dict[str, Any], requests: list[TrafficRequest], fold
     deployment["applications"][0]["args"]["tune"] = {"log": str(partial)}
     requests = [replace(each, body={"store": True, **each.body}) for each in requests]
     report(f"the target answers {len(requests)} requests")
-    try:
-        with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
-            num_tokens = pool.submit(_answer, deployment, requests).result()
-    except BrokenProcessPool:
-        raise ConfigError("the target's process ended; see its log above") from None
-    report(f"{num_tokens} tokens")
+    report(f"{in_child(_answer, deployment, requests)} tokens")
     partial.mkdir(exist_ok=True)  # requests with store: false are not logged
     partial.rename(folder)
 

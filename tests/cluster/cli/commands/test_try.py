@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -80,15 +82,16 @@ def test_options_are_checked_before_anything_is_loaded(
     assert message in capsys.readouterr().err
 
 
-def one_thread(max_workers: int, mp_context: object) -> ThreadPoolExecutor:
+def in_this_process(function: Callable[..., Any], *arguments: Any) -> Any:
     """In the place of a child, which would import torch again."""
-    return ThreadPoolExecutor(max_workers)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def test_traffic_is_replayed_and_a_deploy_file_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(try_module, "ProcessPoolExecutor", one_thread)
+    monkeypatch.setattr(try_module, "in_child", in_this_process)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the trial sets it, for its child
     write_pair(tmp_path)
     log, output = tmp_path / "log.jsonl", tmp_path / "deploy.yaml"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,15 +46,16 @@ def test_options_are_checked_before_anything_is_trained(
     assert message in capsys.readouterr().err
 
 
-def one_thread(max_workers: int, mp_context: object) -> ThreadPoolExecutor:
+def in_this_process(function: Callable[..., Any], *arguments: Any) -> Any:
     """In the place of a child, which would import torch again."""
-    return ThreadPoolExecutor(max_workers)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def test_requests_become_a_log_and_a_draft_that_is_better(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster.cli.commands.tune.ProcessPoolExecutor", one_thread)
+    monkeypatch.setattr("cluster.cli.commands.tune.in_child", in_this_process)
     monkeypatch.setattr(os, "setpriority", lambda *_: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     write_pair(tmp_path)
