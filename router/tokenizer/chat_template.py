@@ -23,6 +23,7 @@ from protos.errors import ConfigError, RequestError
 ChatMessage = Mapping[str, object]
 _RENDER_LIMIT_S = 5.0  # of processor time; 1,000 messages take some milliseconds
 _TICK = "_outrider_tick"
+_END = "\ue0f0end\ue0f0"  # marks the end of the content that is continued; no text or template has it
 _REFUSAL = "The model's chat template refuses these messages"
 # A macro that calls itself for ever ends in a RecursionError, `"x" * 10**12` in a MemoryError.
 _FAILURES = (
@@ -83,13 +84,16 @@ class ChatTemplate:
             RequestError: the template refuses these messages (for example, roles out of order), or fails on them.
             TemplateTimeError: it takes too long.
         """
+        shown = messages
+        if continue_final_message:
+            shown = [*messages[:-1], {**messages[-1], "content": _marked(messages[-1].get("content"))}]
         names = {
             "tools": None,
             "documents": None,
             **self._special_tokens,
             **(variables or {}),
             _TICK: _deadline(_RENDER_LIMIT_S if limit_s is None else limit_s),
-            "messages": [dict(message) for message in messages],
+            "messages": [dict(message) for message in shown],
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
         try:
@@ -113,18 +117,24 @@ def _deadline(limit_s: float) -> Callable[[], None]:
     return tick
 
 
+def _marked(content: object) -> object:
+    """Return a content with a mark at its end; a tab after it shows if the template strips white space."""
+    if isinstance(content, list):
+        return [*content[:-1], {**content[-1], "text": f"{content[-1]['text']}{_END}\t"}]
+    return f"{content or ''}{_END}\t"
+
+
 def _cut_after(text: str, content: object) -> str:
     """Return the prompt up to the end of the last message's content; a template may have stripped its white space."""
     parts = content if isinstance(content, list) else [{"text": content or ""}]
-    final = "".join(str(part["text"]) for part in parts)
-    start = text.rfind(final.strip()) if final.strip() else -1
-    if start < 0:
+    final = "".join(str(part["text"]) for part in parts).strip()
+    before, _, after = text.rpartition(_END)
+    if not final or not before.rstrip().endswith(final):
         raise RequestError(
             "continue_final_message needs a last message whose content the model's chat template shows as it is.",
             param="continue_final_message",
         )
-    is_whole = text.startswith(final.lstrip(), start)
-    return text[: start + len(final.lstrip() if is_whole else final.strip())]
+    return before if after.startswith("\t") else before.rstrip()
 
 
 class _Environment(ImmutableSandboxedEnvironment):

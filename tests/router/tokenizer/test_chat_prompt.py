@@ -240,6 +240,22 @@ def test_an_answer_that_is_continued_stays_last() -> None:
         assert all(word in text for word in words(chat))
 
 
+@pytest.mark.parametrize("begun", ["<", "<|", "e", "nd", "s", "[", '{"', "a  b"])
+def test_an_answer_is_continued_at_its_end_and_not_where_a_mark_of_the_template_spells_it(begun: str) -> None:
+    for name in TEMPLATES.keys() - {"pedant"}:
+        text, known = (
+            prompt(name).render(turns([HI, {"role": "assistant", "content": each}]), continue_final_message=True)
+            for each in (begun, "w9w")
+        )
+        assert text == known.removesuffix("w9w") + begun, name
+
+
+def test_white_space_at_the_end_of_a_continued_answer_is_the_template_s_to_keep() -> None:
+    chat = turns([HI, {"role": "assistant", "content": "w9w: "}])
+    for name, end in (("hermes", "w9w: "), ("llama3.1", "w9w:")):
+        assert prompt(name).render(chat, continue_final_message=True).endswith(end), name
+
+
 def test_a_chat_that_no_change_makes_good_is_refused_with_the_template_s_words() -> None:
     pedant = ChatPrompt(ChatTemplate("{{ raise_exception('never') }}", {}))
     with pytest.raises(RequestError, match="refuses these messages: never"):
