@@ -100,7 +100,7 @@ def pieces(delta: Delta) -> Iterator[Delta]:
     """
     parts = [*_thought_and_text(delta), *_call_entries(delta)]
     if not parts and delta.token_ids:
-        parts = [Delta(delta.index, "")]
+        parts = [Delta(delta.index, "", num_reasoning_tokens=delta.num_reasoning_tokens)]
     num_thought = delta.num_reasoning_tokens if delta.reasoning and len(parts) > 1 else len(delta.token_ids)
     for rank, piece in enumerate(parts):
         bounds = {0: (0, num_thought), 1: (num_thought, None)}.get(rank)

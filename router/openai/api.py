@@ -99,7 +99,8 @@ class OpenAIApi:
     async def responses(self, request: Request) -> Response:
         """Answer a turn of OpenAI's Responses API, which keeps nothing here."""
         body = await self._bodies.read(request, ResponsesRequest)
-        generation = await self._service.chat(await self._chat_body(request, body))
+        with body.naming_fields():
+            generation = await self._service.chat(await self._chat_body(request, body))
         return await self._answer(request, generation, ResponsesWriter(generation, self._tokenizer, body))
 
     async def messages(self, request: Request) -> Response:
@@ -107,14 +108,15 @@ class OpenAIApi:
         body = await self._bodies.read(request, MessagesRequest)
         if body.max_tokens is None:
             raise RequestError("Missing required parameter: max_tokens.", param="max_tokens")
-        generation = await self._service.chat(await self._chat_body(request, body))
+        with body.naming_fields():
+            generation = await self._service.chat(await self._chat_body(request, body))
         return await self._answer(request, generation, MessagesWriter(generation, self._tokenizer))
 
     async def count_tokens(self, request: Request) -> Response:
         """Answer with the number of tokens that a message's prompt has."""
         body = await self._bodies.read(request, MessagesRequest)
-        chat = await self._chat_body(request, body)
-        num_tokens = await self._service.count_tokens(chat)
+        with body.naming_fields():
+            num_tokens = await self._service.count_tokens(await self._chat_body(request, body))
         return JSONResponse(InputTokens(input_tokens=num_tokens))
 
     async def _chat_body(self, request: Request, body: ResponsesRequest | MessagesRequest) -> ChatCompletionRequest:

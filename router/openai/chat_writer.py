@@ -46,7 +46,7 @@ class TextChoice(CompletionChoice):
     finish_reason: Literal["stop", "length", "content_filter"] | None = None  # type: ignore[assignment]
     logprobs: CompletionLogprobs | None = None
     token_ids: list[int] | None = None
-    prompt_token_ids: tuple[int, ...] | None = None  # not in a stream
+    prompt_token_ids: tuple[int, ...] | None = None  # in a stream, with the first chunk of the choice
     token_sources: list[str] | None = None
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
 
@@ -64,6 +64,10 @@ class TextCompletion(Completion):
 class CompletionWriter(ResponseWriter):
     """Writes full answers and chunks, which have the same shape."""
 
+    def __init__(self, generation: Generation, tokenizer: Tokenizer) -> None:
+        super().__init__(generation, tokenizer)
+        self._started: set[int] = set()
+
     def full(self, gained: Sequence[Sequence[Delta]]) -> TextCompletion:
         choices = [join_deltas(deltas) for deltas in gained]
         written = [self._choice(choice, **self._prompt_token_ids(choice.index)) for choice in choices]
@@ -71,7 +75,9 @@ class CompletionWriter(ResponseWriter):
 
     def _chunks(self, piece: Delta) -> Iterable[TextCompletion]:
         if self._has_news(piece):
-            yield self._completion([self._choice(piece)], self._chunk_accounts(piece))
+            prompt = {} if piece.index in self._started else self._prompt_token_ids(piece.index)
+            self._started.add(piece.index)
+            yield self._completion([self._choice(piece, **prompt)], self._chunk_accounts(piece))
         if piece.draft_ids:
             yield TextCompletion(object="text_completion", **self._drafts(piece))
 
@@ -127,6 +133,7 @@ class ChatChunk(ChatCompletionChunk):
     x_speculation: ApproximateSpeculation | None = None
     receipt: Receipt | None = None
     x_drafts: list[DraftEvent] | None = None
+    prompt_token_ids: tuple[int, ...] | None = None  # with the first chunk
 
 
 class ChatWriter(ResponseWriter):
@@ -149,8 +156,10 @@ class ChatWriter(ResponseWriter):
 
     def _begin(self, delta: Delta) -> Iterable[ChatChunk]:
         if delta.index not in self._started:
+            prompt = {} if self._started else self._prompt_token_ids(0)
             self._started.add(delta.index)
-            yield self._chunk(delta.index, ChoiceDelta(role="assistant", content=""), self._usage_so_far())
+            role = ChoiceDelta(role="assistant", content="")
+            yield self._chunk(delta.index, role, {**self._usage_so_far(), **prompt})
 
     def _chunks(self, piece: Delta) -> Iterable[ChatChunk]:
         if self._has_news(piece):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -30,6 +30,15 @@ _REASONS = {
 
 class MessagesRequest(ForeignFields):
     """The body, as Anthropic's clients send it."""
+
+    chat_names: ClassVar = {
+        r"stop": "stop_sequences",
+        r"response_format(\.json_schema)?": "output_config.format",
+        r"reasoning_effort": "output_config.effort",
+        r"tools\.(\d+)\.function\.parameters": r"tools.\1.input_schema",
+        r"tools\.(\d+)\.function": r"tools.\1",
+        r"user": "metadata.user_id",
+    }
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     max_tokens: TokenLimit | None = None
@@ -74,6 +83,9 @@ class MessagesRequest(ForeignFields):
             chat.add("system", {"role": "system", "content": self.system})
         for rank, message in enumerate(self.messages):
             _add_message(chat, message, f"messages.{rank}")
+        if chat.messages and _is_blank(chat.messages[-1]):  # the answer, not yet begun
+            chat.messages.pop()
+            chat.names.pop()
         if not chat.messages:
             raise RequestError("messages have no content; send a text at least.", param="messages")
         return chat
@@ -95,6 +107,12 @@ class MessagesRequest(ForeignFields):
         raise RequestError(
             "output_config.format must have the type 'json_schema' and a 'schema'.", param="output_config.format"
         )
+
+
+def _is_blank(message: dict[str, Any]) -> bool:
+    """True if a message is an assistant's without text, thoughts and calls."""
+    has_more = bool(message.get("tool_calls") or message.get("reasoning"))
+    return message["role"] == "assistant" and not has_more and not plain_content(message.get("content"))[0].strip()
 
 
 def _is_begun(message: dict[str, Any]) -> bool:

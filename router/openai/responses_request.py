@@ -6,20 +6,22 @@ import json
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from pydantic import WithJsonSchema, model_validator
+from pydantic import Field, WithJsonSchema, model_validator
 
 from protos.errors import RequestError, ServingError
 from protos.messages import FinishReason
 from router.generation.delta import Delta
 from router.generation.generation import Generation
 from router.openai.response_writer import NamedEventWriter
+from router.openai.usage import chat_logprobs
 from router.requests.chat_request import ForeignChat, ForeignFields
-from router.requests.generation_fields import Text, TokenLimit
+from router.requests.generation_fields import MAX_LOGPROBS, Int, Text, TokenLimit
 from router.tokenizer import Tokenizer
 from router.tokenizer.content_parts import text_in
 
+_LOGPROBS = "message.output_text.logprobs"  # of `include`
 _KEPT = ("previous_response_id", "conversation", "background", "prompt")
 
 _INPUT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}]}
@@ -31,6 +33,14 @@ class ResponsesRequest(ForeignFields):
     `store` is accepted, but no response is stored, and each response reports that. False also keeps its tokens out of
     the log that drafts are tuned on.
     """
+
+    chat_names: ClassVar = {
+        r"messages": "input",
+        r"max_tokens": "max_output_tokens",
+        r"response_format(\.json_schema)?": "text.format",
+        r"reasoning_effort": "reasoning.effort",
+        r"tools\.(\d+)\.function": r"tools.\1",
+    }
 
     input: Annotated[Any, WithJsonSchema(_INPUT_SCHEMA)]
     instructions: str | None = None
@@ -48,6 +58,7 @@ class ResponsesRequest(ForeignFields):
     service_tier: str | None = None
     truncation: str | None = None
     include: list[str] | None = None
+    top_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     previous_response_id: str | None = None
     conversation: Any = None
     background: bool | None = None
@@ -71,6 +82,8 @@ class ResponsesRequest(ForeignFields):
         fields = {
             **self.shared(),
             "max_tokens": self.max_output_tokens,
+            "logprobs": bool(self.top_logprobs) or _LOGPROBS in (self.include or ()) or None,
+            "top_logprobs": self.top_logprobs or None,
             "tools": own or None,
             "tool_choice": _choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls if own else None,
@@ -83,7 +96,7 @@ class ResponsesRequest(ForeignFields):
         return replace(self._conversation(), fields=fields, foreign_tools=foreign)
 
     def _conversation(self) -> ForeignChat:
-        chat = ForeignChat()
+        chat = ForeignChat(left_out=["truncation"] if self.truncation == "auto" else [])
         if self.instructions:
             chat.add("instructions", {"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
@@ -194,6 +207,7 @@ class ResponsesWriter(NamedEventWriter):
         self._is_open = False
         self._num_events = 0
         self._reason: FinishReason | None = None
+        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text has not been sent
 
     def full(self, gained: Sequence[Sequence[Delta]]) -> dict[str, Any]:
         for delta in gained[0]:
@@ -207,6 +221,11 @@ class ResponsesWriter(NamedEventWriter):
             yield self._event("response.in_progress", response=self._response("in_progress"))
 
     def _chunks(self, piece: Delta) -> Iterable[dict[str, Any]]:
+        if piece.reasoning or piece.tool_calls:  # their tokens are no text
+            self._logprobs.clear()
+        else:
+            logprobs = chat_logprobs(piece, self._tokenizer) or []
+            self._logprobs += [each.model_dump() for each in logprobs[piece.num_reasoning_tokens :]]
         if piece.reasoning:
             yield from self._gain_part("reasoning", piece.reasoning)
         if piece.text:
@@ -247,8 +266,14 @@ class ResponsesWriter(NamedEventWriter):
             self._items[-1]["content"].append(part)
             yield self._part_event("response.content_part.added", part=dict(part))
         self._items[-1]["content"][0]["text"] += text
-        logprobs: dict[str, Any] = {"logprobs": []} if is_message else {}
+        logprobs = {"logprobs": self._take_logprobs()} if is_message else {}
         yield self._part_event(f"response.{_part_name(kind)}.delta", delta=text, **logprobs)
+
+    def _take_logprobs(self) -> list[dict[str, Any]]:
+        """Move the logprobs that wait to the open text, and return them."""
+        taken, self._logprobs = self._logprobs, []
+        self._items[-1]["content"][0]["logprobs"] += taken
+        return taken
 
     def _open(self, prefix: str, item: dict[str, Any]) -> Iterable[dict[str, Any]]:
         self._items.append({"id": f"{prefix}_{self._key}_{len(self._items)}", **item, "status": "in_progress"})
@@ -268,7 +293,10 @@ class ResponsesWriter(NamedEventWriter):
             yield self._item_event("response.function_call_arguments.done", **done)
         else:
             [part] = item["content"]
-            logprobs: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
+            logprobs: dict[str, Any] = {}
+            if item["type"] == "message":
+                self._take_logprobs()
+                logprobs = {"logprobs": part["logprobs"]}
             yield self._part_event(f"response.{_part_name(item['type'])}.done", text=part["text"], **logprobs)
             yield self._part_event("response.content_part.done", part=dict(part))
         yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=_copied(item))
@@ -305,6 +333,7 @@ class ResponsesWriter(NamedEventWriter):
             "text": body.text or {"format": {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
             "usage": self._usage() if is_ended else None,

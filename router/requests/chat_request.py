@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, ValidationError, WithJsonSchema, model_validator
 
@@ -156,6 +159,9 @@ def _check_tools_and_constraint(use: ToolUse, constraint: Constraint) -> None:
 class ForeignFields(Body):
     """The fields of another chat API's body that a chat has too; the last five are ours."""
 
+    # Patterns of the chat's fields, and the names that this API has for them.
+    chat_names: ClassVar[Mapping[str, str]] = {}
+
     model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -169,6 +175,23 @@ class ForeignFields(Body):
     def shared(self) -> dict[str, Any]:
         """Return these fields as the chat has them."""
         return self.model_dump(include=set(ForeignFields.model_fields), exclude_unset=True)
+
+    @classmethod
+    @contextmanager
+    def naming_fields(cls) -> Iterator[None]:
+        """Make each `RequestError` raised inside name the fields as this API does."""
+        try:
+            yield
+        except RequestError as error:
+            for pattern, name in cls.chat_names.items():
+                param = re.sub(rf"^{pattern}(?!\w)", name, error.param or "")
+                if param != (error.param or ""):
+                    error.param = param
+                    # Behind an article it is a word and no name.
+                    named = rf"(?<!the )(?<!these )(?<!your )\b{pattern}(?!\w)"
+                    error.message = re.sub(named, name, error.message, count=1)
+                    break
+            raise
 
 
 @dataclass(slots=True)
@@ -201,9 +224,17 @@ class ForeignChat:
         try:
             return ChatCompletionRequest.model_validate_json(json.dumps({**given, "messages": self.messages}))
         except ValidationError as error:
-            raise as_request_error(error, ChatCompletionRequest) from None
+            raise self._of_message(as_request_error(error, ChatCompletionRequest)) from None
         except UnreadPartError as error:
             raise RequestError(error.message, param=self.names[error.rank]) from None
+
+    def _of_message(self, error: RequestError) -> RequestError:
+        """Return an error about a message with the client's name of it."""
+        place = re.match(r"messages\.(\d+)", error.param or "")
+        if place is None or error.param is None:
+            return error
+        name = self.names[int(place[1])]
+        return RequestError(error.message.replace(place[0], name), param=error.param.replace(place[0], name))
 
     def ignored(self, request: ChatCompletionRequest) -> list[str]:
         """Return the client's names of the fields and parts that the translated request omits."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, model_validator
 
 from protos.errors import RequestError
 from protos.messages import MAX_STEP_SCORE, SpeculationMethod, VerifyMode
@@ -44,9 +44,11 @@ def _text(value: object) -> object:
     return str(value) if type(value) is int else value
 
 
-def _token_limit(value: int) -> int:
+def _token_limit(value: int, info: ValidationInfo) -> int:
     if value == 0:
-        raise RequestError("max_tokens is 0; it must be at least 1, or -1 for what fits.", param="max_tokens")
+        raise RequestError(
+            f"{info.field_name} is 0; it must be at least 1, or -1 for what fits.", param=info.field_name
+        )
     return value
 
 

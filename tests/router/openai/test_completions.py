@@ -54,6 +54,26 @@ async def test_token_ids_are_taken_and_given_back(client: openai.AsyncOpenAI) ->
     assert answer.choices[0].token_ids == ids("de")
 
 
+async def test_a_stream_has_the_ids_of_each_choice_s_prompt_once(lenient_client: openai.AsyncOpenAI) -> None:
+    body = {"model": "fake", "max_tokens": 5, "n": 2, "stream": True, "extra_body": {"return_token_ids": True}}
+    found: dict[int, list[list[int]]] = {}
+    async for chunk in await lenient_client.completions.create(prompt=["abc", "x"], **body):
+        for choice in chunk.choices:
+            found.setdefault(choice.index, []).append(choice.model_dump().get("prompt_token_ids"))
+    assert {index: given[0] for index, given in found.items()} == {
+        0: ids("abc"),
+        1: ids("abc"),
+        2: ids("x"),
+        3: ids("x"),
+    }
+    assert all(not any(given[1:]) for given in found.values())
+    chat = [{"role": "user", "content": "hi"}]
+    chunks = [chunk async for chunk in await lenient_client.chat.completions.create(messages=chat, **body)]
+    given = [chunk.model_dump().get("prompt_token_ids") for chunk in chunks]
+    assert given[0] == ids("[user]hi[assistant]")
+    assert not any(given[1:])
+
+
 @pytest.mark.parametrize("prompts", [["abc", "x"], [ids("abc"), ids("x")]])
 async def test_each_prompt_has_n_choices_in_order(client: openai.AsyncOpenAI, prompts: list) -> None:
     answer = await client.completions.create(model="fake", prompt=prompts, max_tokens=2, n=2)

@@ -112,6 +112,18 @@ async def test_a_conversation_with_calls_is_replayed(claude: anthropic.AsyncAnth
     assert prompt_of(backend) == "1 <tool_call>[user]hi[assistant]so(hm)add7[tool]8[user]and?[assistant]It is"
 
 
+@pytest.mark.parametrize("begun", ["", " \n", []])
+async def test_an_answer_begun_with_nothing_is_no_turn(
+    http: httpx.AsyncClient, backend: FakeBackend, begun: object
+) -> None:
+    body = {"max_tokens": 2, "messages": [*HI, {"role": "assistant", "content": begun}]}
+    answer = await http.post("/v1/messages", json=body)
+    assert answer.status_code == 200, answer.text
+    assert prompt_of(backend) == "[user]hi"
+    alone = await http.post("/v1/messages", json={**body, "messages": body["messages"][1:]})
+    assert "messages have no content" in alone.json()["error"]["message"]
+
+
 async def test_tokens_are_counted_as_generation_would(claude: anthropic.AsyncAnthropic) -> None:
     counted = await claude.messages.count_tokens(model="fake", messages=HI, tools=TOOLS)
     assert counted.input_tokens == len("1 <tool_call>[user]hi")
@@ -146,6 +158,15 @@ async def test_the_tool_choice_is_a_grammar(
         ({"thinking": {"type": 5}}, "thinking is 5"),
         ({"output_config": {"format": {"type": "json_object"}}}, "json_schema"),
         ({"output_config": {"format": 5}}, "json_schema"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": 5}}},
+            "output_config.format is not a JSON schema",
+        ),
+        ({"stop_sequences": ["a"] * 17}, "stop_sequences is ["),
+        ({"stop_sequences": ["a" * 1025]}, "stop_sequences.0 is 'a"),
+        ({"system": "s", "messages": [{"role": "critic", "content": "x"}]}, "messages.0.role is 'critic'"),
+        ({"tools": [{"name": "a b"}]}, "tools.0.name is 'a b'"),
+        ({"tools": [{"name": "a", "input_schema": 5}]}, "tools.0.input_schema is 5"),
     ],
 )
 async def test_errors_have_anthropic_s_shape(http: httpx.AsyncClient, change: dict, words: str) -> None:

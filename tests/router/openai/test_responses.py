@@ -12,6 +12,7 @@ from tests.router.openai.test_messages import prompt_of, spoken
 from tests.router.openai.test_messages import service as service
 
 TOOLS = [{"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}]
+FORMAT = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
 
 
@@ -53,6 +54,34 @@ async def test_a_stream_adds_up_to_the_response(
     assert whole.usage == last.response.usage
 
 
+@pytest.mark.parametrize("fields", [{"include": ["message.output_text.logprobs"]}, {"top_logprobs": 2}])
+@pytest.mark.parametrize("tokens_per_step", [1, 3, 100])
+async def test_logprobs_come_with_their_text(
+    client: openai.AsyncOpenAI, backend: FakeBackend, fields: dict, tokens_per_step: int
+) -> None:
+    backend.next_token = say(*spoken("I ädd." + CALL))
+    backend.tokens_per_step = tokens_per_step
+    options = {"model": "fake", "input": "hi", "tools": TOOLS, **fields}
+    events = [event async for event in await client.responses.create(**options, stream=True)]
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    [done] = [event for event in events if event.type == "response.output_text.done"]
+    [part] = events[-1].response.output[0].content
+    named = [position.token for event in deltas for position in event.logprobs]
+    assert named == [position.token for position in done.logprobs] == [position.token for position in part.logprobs]
+    assert "".join(named[:3]) == "I bytes:\\xc3"
+    assert {len(position.top_logprobs) for position in part.logprobs} == {fields.get("top_logprobs", 0)}
+    whole = await client.responses.create(**options)
+    assert whole.output[0].content[0].logprobs == part.logprobs
+    plain = await client.responses.create(**options | {"include": None, "top_logprobs": None})
+    assert plain.output[0].content[0].logprobs == []
+
+
+async def test_a_cut_that_is_not_made_is_named(http: httpx.AsyncClient) -> None:
+    for truncation, named in (("auto", "truncation"), ("disabled", None)):
+        answer = await http.post("/v1/responses", json={"input": "hi", "truncation": truncation})
+        assert answer.headers.get("x-ignored-fields") == named
+
+
 async def test_a_conversation_with_calls_is_replayed(client: openai.AsyncOpenAI, backend: FakeBackend) -> None:
     backend.next_token = say(0)
     items = [
@@ -69,8 +98,7 @@ async def test_a_conversation_with_calls_is_replayed(client: openai.AsyncOpenAI,
 
 async def test_the_format_of_the_text_is_a_grammar(client: openai.AsyncOpenAI, backend: FakeBackend) -> None:
     backend.next_token = say(0)
-    format_ = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}
-    await client.responses.create(model="fake", input="hi", text={"format": format_})
+    await client.responses.create(model="fake", input="hi", text={"format": FORMAT})
     assert backend.requests[-1].sampling.grammar is not None
 
 
@@ -88,6 +116,22 @@ async def test_the_format_of_the_text_is_a_grammar(client: openai.AsyncOpenAI, b
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "there are no tools"),
         ({"tool_choice": 5}, "tool_choice", "'required'"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens is 0"),
+        ({"input": "hi " * 400}, "input", "your messages resulted in"),
+        ({"instructions": "s", "input": [{"role": "critic", "content": ""}]}, "input[0].role", "input[0].role is 'cri"),
+        (
+            {"text": {"format": {"type": "json_schema", "schema": {}}}},
+            "text.format.name",
+            "parameter: text.format.name.",
+        ),
+        ({"text": {"format": {**FORMAT, "schema": 5}}}, "text.format", "text.format is not a JSON schema"),
+        (
+            {"tools": TOOLS, "tool_choice": "required", "text": {"format": FORMAT}},
+            "text.format",
+            "and text.format asks",
+        ),
+        ({"tools": [{**TOOLS[0], "name": "a b"}]}, "tools.0.name", "tools.0.name is 'a b'"),
+        ({"top_logprobs": 21}, "top_logprobs", "at most 20"),
     ],
 )
 async def test_bad_turns_are_refused(http: httpx.AsyncClient, change: dict, param: str, words: str) -> None:

@@ -50,6 +50,7 @@ RESPONSES: Fields = {
     "text": {"format": {"type": "json_schema", "name": "n", "description": "d", "schema": SCHEMA, "strict": True}},
     "user": "me",
     "prompt_cache_key": "key",
+    "top_logprobs": 3,
     "store": False,
     "seed": 5,
     "cache_salt": "salt",
@@ -114,6 +115,8 @@ TURNS: list[tuple[Any, Fields, set[str], Fields, Fields]] = [
         | {
             "messages": [SYSTEM, HI],
             "prompt_cache_key": "key",
+            "logprobs": True,
+            "top_logprobs": 3,
             "response_format": {
                 "type": "json_schema",
                 "json_schema": {"name": "n", "description": "d", "schema": SCHEMA, "strict": True},
