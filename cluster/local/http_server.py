@@ -11,7 +11,7 @@ import socket
 import ssl
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from ipaddress import ip_network
@@ -20,8 +20,8 @@ from typing import Any
 import httptools
 import uvicorn
 from starlette.responses import PlainTextResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from protos.errors import ConfigError
 from router.client_limits import (
@@ -140,9 +140,12 @@ class _Protocol(HttpToolsProtocol):
             return
         self._num_head_bytes += num_bytes
         if self._num_head_bytes > MAX_HEAD_BYTES:
-            self._refuse(431, f"the head of the request is longer than {MAX_HEAD_BYTES} bytes.")
+            self._refuse_head()
         elif self._head_timer is None:
             self._await_head()
+
+    def _refuse_head(self) -> None:
+        self._refuse(431, f"the head of the request is longer than {MAX_HEAD_BYTES} bytes.")
 
     def _await_head(self) -> None:
         self._head_timer = self.loop.call_later(REQUEST_TIMEOUT_S, self._end_wait)
@@ -180,7 +183,12 @@ class _Protocol(HttpToolsProtocol):
         self._stop(self._head_timer)
         self._head_timer = None
         self._num_head_bytes = 0
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
+            self._refuse_head()  # it has come at once
+            return
         super().on_headers_complete()
+        if self.scope.get("http_version") == "1.0" and self.cycle is not None:
+            self.cycle.send = partial(_send_unchunked, self.cycle, self.cycle.send)  # type: ignore[method-assign]
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -194,6 +202,21 @@ class _Protocol(HttpToolsProtocol):
     def _stop(timer: asyncio.TimerHandle | None) -> None:
         if timer is not None:
             timer.cancel()
+
+
+async def _send_unchunked(
+    cycle: RequestResponseCycle, send: Callable[[Any], Awaitable[None]], message: Message
+) -> None:
+    """Send a message of an answer to HTTP/1.0, which knows no chunks: the body ends with the connection.
+
+    uvicorn writes a body in chunks unless its length is known, so each part is given as the whole.
+    """
+    if message["type"] == "http.response.start":
+        has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+        cycle.chunked_encoding = None if has_length else False
+    elif cycle.expected_content_length == 0:
+        cycle.expected_content_length = len(message.get("body", b""))
+    await send(message)
 
 
 class _Newcomer(asyncio.Protocol):

@@ -133,6 +133,7 @@ async def test_a_client_that_waits_for_100_gets_it_beside_an_upgrade(port: int) 
         (b"CONNECT example.org:80 HTTP/1.1\r\nHost: example.org:80\r\n\r\n", b"405"),
         (post().replace(b"Content-Length", b"Transfer-Encoding: gzip\r\nX-Length"), b"400"),
         (b"GET / HTTP/1.1\r\n" + b"X-Long: %b\r\n" % (b"x" * 1000) * (MAX_HEAD_BYTES // 1000 + 300), b"431"),
+        (post("X-Long: %s\r\n" % ("x" * MAX_HEAD_BYTES)), b"431"),
         (b"\x16\x03\x01" + b"\x00" * 500, b"400"),
     ],
 )
@@ -140,6 +141,23 @@ async def test_other_protocols_are_closed_with_a_word(port: int, request_: bytes
     answer = await send(port, request_)
     assert answer.startswith(b"HTTP/1.1 " + status)
     assert b"connection: close" in answer.lower()
+
+
+@pytest.mark.parametrize("fields", [{"stream": True}, {}])
+async def test_an_old_client_reads_an_answer_up_to_the_end_of_the_connection(port: int, fields: dict) -> None:
+    body = json.dumps({"prompt": "abc", "max_tokens": 4, **fields}).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(post("Connection: keep-alive\r\n", body).replace(b"HTTP/1.1", b"HTTP/1.0", 1))
+    head, _, answer = (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n\r\n")
+    writer.close()
+    assert head.startswith(b"HTTP/1.1 200 OK")
+    assert b"transfer-encoding" not in head.lower()
+    if not fields:
+        assert json.loads(answer)["choices"][0]["text"] == "defg"
+        return
+    *events, end, rest = answer.decode().split("\n\n")
+    assert "".join(json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events) == "defg"
+    assert (end, rest) == ("data: [DONE]", "")
 
 
 async def opened(port: int, request: bytes, address: str = "127.0.0.1") -> asyncio.StreamReader:
