@@ -15,7 +15,7 @@ from engine.accounting.step_times import StepTimes
 from engine.batch.draft import DraftSource
 from engine.config import SpeculationConfig
 from engine.sequence.batch import CheckedDraft
-from engine.sequence.sequence import RequestTokens
+from engine.sequence.sequence import RequestTokens, kind_of
 from protos.messages import SpeculationMethod, has_own_weights
 
 _OWN_METHODS = tuple(filter(has_own_weights, SpeculationMethod))
@@ -168,7 +168,7 @@ def class_name(sequence: RequestTokens) -> str:
 
 
 def _name_of(*, is_greedy: bool, is_free: bool) -> str:
-    return f"{'greedy' if is_greedy else 'sampled'}-{'free' if is_free else 'structured'}"
+    return f"{kind_of(is_greedy=is_greedy)}-{'free' if is_free else 'structured'}"
 
 
 def _added(counts: list[int], number: int, length: int, count: int) -> list[int]:

@@ -22,7 +22,7 @@ from engine.accounting.engine_stats import PositionLogStats
 from engine.accounting.record import PassRecord
 from engine.batch.side_stream import PendingTensor
 from engine.config import MAX_LOG_BYTES
-from engine.position_log.shard import Ints, LogFolder, LoggedModel, LoggedRequest, write_shard
+from engine.position_log.shard import Ints, LoggedModel, LoggedRequest, make_room, new_file, write_shard
 from engine.sequence.sequence import Sequence
 from engine.verifier.verify_task import VerifyTask
 
@@ -77,11 +77,11 @@ class LogWriter:
     Any thread may read the counters. `num_positions` counts positions that are in a file.
 
     Args:
-        folder: the folder of the files, with its size limit.
+        folder: the folder of the files, which may take `MAX_LOG_BYTES`.
         model: the target.
     """
 
-    def __init__(self, folder: LogFolder, model: LoggedModel) -> None:
+    def __init__(self, folder: Path, model: LoggedModel) -> None:
         self.num_positions = 0
         self.num_bytes = 0
         self.num_taken_bytes = 0  # bytes of rows taken from the queue
@@ -173,9 +173,9 @@ class LogWriter:
         if not self._num_unwritten:
             return
         if self._file is None:
-            self._file = self._folder.new_file()
+            self._file = new_file(self._folder)
         size = write_shard(self._file, self._model, self._shard)
-        self._folder.make_room(self._file)
+        make_room(self._file, MAX_LOG_BYTES)
         self.num_bytes += size - self._file_bytes
         self.num_positions += self._num_unwritten
         self._file_bytes, self._num_unwritten = size, 0
@@ -199,7 +199,7 @@ class PositionLog:
 
     def __init__(self, folder: str, model: LoggedModel) -> None:
         self._model = model
-        self._writer = LogWriter(LogFolder(Path(folder), MAX_LOG_BYTES), model)
+        self._writer = LogWriter(Path(folder), model)
         self._sequences: dict[str, Sequence] = {}
         # Rows of the pass that is verified next; of each logged sequence its index there, its first row and its tokens.
         self._copied: tuple[TopRows, list[tuple[int, int, int]]] | None = None

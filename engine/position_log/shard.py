@@ -170,31 +170,29 @@ def _model_of(file: Path, metadata: dict[str, str]) -> LoggedModel:
     return LoggedModel(metadata.get("model_version", ""), int(metadata.get("vocab_size", 0)))
 
 
-class LogFolder:
-    """The files of all processes that write into one folder. `make_room` limits them to `max_bytes` together."""
+def new_file(folder: Path) -> Path:
+    """Return an unused path. Names sort by time and include the process id, so they are unique."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder / f"{time.time_ns():020d}-{os.getpid()}{SUFFIX}"
 
-    def __init__(self, path: Path, max_bytes: int) -> None:
-        self._path = path
-        self._max_bytes = max_bytes
 
-    def new_file(self) -> Path:
-        """Return an unused path. Names sort by time and include the process id, so they are unique."""
-        self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return self._path / f"{time.time_ns():020d}-{os.getpid()}{SUFFIX}"
+def make_room(current: Path, max_bytes: int) -> None:
+    """Limit the files in the folder of `current`, of all processes that write there, to `max_bytes` together.
 
-    def make_room(self, current: Path) -> None:
-        """Remove partial files of killed processes, and the oldest files until the rest fit, but not `current`."""
-        for file in self._path.glob(f"*{PARTIAL}"):
-            if _age_s(file) > 600.0:  # a killed process left it
-                file.unlink(missing_ok=True)
-        files = [(file, _size(file)) for file in log_files(self._path)]
-        excess = sum(size for _, size in files) - self._max_bytes
-        for file, size in files:
-            if excess <= 0:
-                return
-            if file != current:
-                file.unlink(missing_ok=True)
-                excess -= size
+    Partial files of killed processes are removed, and the oldest files until the rest fit, but not `current`.
+    """
+    folder = current.parent
+    for file in folder.glob(f"*{PARTIAL}"):
+        if _age_s(file) > 600.0:  # a killed process left it
+            file.unlink(missing_ok=True)
+    files = [(file, _size(file)) for file in log_files(folder)]
+    excess = sum(size for _, size in files) - max_bytes
+    for file, size in files:
+        if excess <= 0:
+            return
+        if file != current:
+            file.unlink(missing_ok=True)
+            excess -= size
 
 
 def log_files(path: Path) -> list[Path]:

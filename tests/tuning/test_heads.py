@@ -18,7 +18,7 @@ from engine.model.draft_heads.loader import load_head
 from engine.model.draft_heads.medusa import MedusaHeads as ServedMedusa
 from engine.model.loader import model_version
 from engine.position_log.position_log import top_logprobs
-from engine.position_log.shard import LogFolder, LoggedModel, LoggedRequest, log_files, read_shard, write_shard
+from engine.position_log.shard import LoggedModel, LoggedRequest, log_files, new_file, read_shard, write_shard
 from models.training.train_heads import eagle3_logits, new_student, save_head, save_heads
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod
@@ -75,11 +75,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> LoggedHeads:
     save_heads(heads, target, root / "medusa")
     requests = written_by(target)
     (root / "log").mkdir()
-    write_shard(
-        LogFolder(root / "log", 1 << 30).new_file(),
-        LoggedModel(model_version(str(root / "target")), VOCAB_SIZE),
-        requests,
-    )
+    write_shard(new_file(root / "log"), LoggedModel(model_version(str(root / "target")), VOCAB_SIZE), requests)
     return LoggedHeads(root / "target", root / "eagle3", root / "medusa", root / "log", requests)
 
 

@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 
 from engine.model.loader import model_version
 from engine.position_log.position_log import top_logprobs
-from engine.position_log.shard import LogFolder, LoggedModel, LoggedRequest, log_files, read_shard, write_shard
+from engine.position_log.shard import LoggedModel, LoggedRequest, log_files, new_file, read_shard, write_shard
 from models.training.evaluate import count_rounds
 from protos.errors import ConfigError
 from tests.engine.fixtures.checkpoints import VOCAB_SIZE, Folders, write_checkpoint, write_pair
@@ -49,7 +49,7 @@ def write_log(folder: Path, target: Path) -> None:
         with torch.no_grad():
             logits = model(written).logits[:, NUM_PROMPT_TOKENS - 1 : -1]
         requests += [logged(ids.numpy(), rows.numpy(), temperature) for ids, rows in zip(written, logits, strict=True)]
-    write_shard(LogFolder(folder, 1 << 30).new_file(), LoggedModel(model_version(str(target)), VOCAB_SIZE), requests)
+    write_shard(new_file(folder), LoggedModel(model_version(str(target)), VOCAB_SIZE), requests)
 
 
 def logged(token_ids: np.ndarray, logits: np.ndarray, temperature: float) -> LoggedRequest:
@@ -139,7 +139,7 @@ def test_a_tuning_may_wait_for_new_traffic_and_take_nothing_else(
     """Half of the requests are in the log at the start; a tuning that was killed begins at the same place."""
     model = LoggedModel(model_version(str(pair.target)), VOCAB_SIZE)
     requests = [each for file in log_files(pair.target.parent / "log") for each in read_shard(file)]
-    file = LogFolder(tmp_path / "log", 1 << 30).new_file()
+    file = new_file(tmp_path / "log")
     write_shard(file, model, requests[:40])
     wanted = settings(pair, tmp_path / "new", log=tmp_path / "log", num_fresh=900, learning_rates=(0.02,))
 

@@ -74,9 +74,8 @@ class JoinedGate(Storable):
 
             return gate_joined(self._joined(x))
         gate, up = self.halves(x)
-        return _activated(gate, self._gate).mul_(
-            up
-        )  # in place: fresh memory costs a prefill chunk as much as the product
+        # In place: fresh memory costs a prefill chunk as much as the product.
+        return _activated(gate, self._gate).mul_(up)
 
     def halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = self._joined(x).chunk(2, dim=-1)

@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
-from engine.position_log.shard import LogFolder, LoggedRequest, log_files, read_model, read_shard
+from engine.position_log.shard import LoggedRequest, log_files, make_room, new_file, read_model, read_shard
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod
@@ -143,15 +143,14 @@ def test_a_full_disk_stops_the_log_and_no_request(
 
 
 def test_the_oldest_files_make_room_and_what_a_killed_process_has_left_goes(tmp_path: Path) -> None:
-    folder = LogFolder(tmp_path, max_bytes=25)
     left = tmp_path / "0-1.positions.partial"
     left.touch()
     os.utime(left, (0, 0))
     files = []
     for _ in range(3):
-        files.append(folder.new_file())
+        files.append(new_file(tmp_path))
         files[-1].write_bytes(bytes(10))
-        folder.make_room(files[-1])
+        make_room(files[-1], max_bytes=25)
     assert sorted(tmp_path.iterdir()) == log_files(tmp_path) == files[1:]
 
 
