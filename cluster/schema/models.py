@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from cluster.schema import Section, one_of
-from engine.batch.draft import DraftSource
+from engine.batch.draft import PREDICTION
 from engine.config import (
     MAX_TREE_NODES,
     AttentionKind,
@@ -133,7 +133,7 @@ def _checked_drafts(value: Any) -> Any:
     for name in value if isinstance(value, dict) else ():
         if not isinstance(name, str) or re.fullmatch(NAME_PATTERN, name) is None:
             raise ValueError(f"the name {name!r} is not one of up to 32 letters a-z, digits and _; choose another")
-        if name in (*SpeculationMethod, *DraftSource):
+        if name in (*SpeculationMethod, PREDICTION):
             raise ValueError(f"the name {name!r} names another source of drafts; choose another")
     return value
 

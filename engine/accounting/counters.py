@@ -12,7 +12,6 @@ from engine.accounting.engine_stats import ClassStats, DraftStats
 from engine.accounting.record import PassRecord
 from engine.accounting.request_limits import is_adaptive
 from engine.accounting.step_times import StepTimes
-from engine.batch.draft import DraftSource
 from engine.config import SpeculationConfig
 from engine.sequence.batch import CheckedDraft
 from engine.sequence.sequence import RequestTokens, kind_of
@@ -24,7 +23,7 @@ _OWN_METHODS = tuple(filter(has_own_weights, SpeculationMethod))
 class _Kind(NamedTuple):
     """The names of a draft's method and class, in parts."""
 
-    source: DraftSource | None
+    source: str | None
     method: str
     is_greedy: bool
     is_free: bool
@@ -107,7 +106,7 @@ class DraftCounters:
         """Return the draft's source: matched text, or a model or head. Hybrids default to the deployment's own."""
         return self._method(draft.draft.source, sequence.method)
 
-    def _method(self, source: DraftSource | None, method: str) -> str:
+    def _method(self, source: str | None, method: str) -> str:
         is_named = method not in (SpeculationMethod.HYBRID, SpeculationMethod.NONE)
         return str(source or (method if is_named else self._own_method))
 

@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from typing import NamedTuple
 
 WEIGHT_SUM = 1 << 16
-
-
-class DraftSource(StrEnum):
-    """The text that a draft was copied from."""
-
-    PREDICTION = "prediction"  # sent by the client
-    SUFFIX = "suffix"
-    NGRAM = "ngram"
+PREDICTION = "prediction"  # the source of drafts from a text that the client sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +33,15 @@ class Draft:
     `parents` makes the tokens the nodes of a tree: the index of each token's parent, -1 for a child of the committed
     tokens. A parent comes before its children, and siblings keep the order of their draws. It is empty for a chain.
 
-    `source` is None if the deployment's own model or head drafted. `is_block` if one pass gave the distributions of all
-    its positions; `is_ahead` if it was drafted before the tokens that it continues were committed.
+    `source` is `PREDICTION` or the method that copied from a text; None if the deployment's own model or head drafted.
+    `is_block` if one pass gave the distributions of all its positions; `is_ahead` if it was drafted before the tokens
+    that it continues were committed.
     """
 
     token_ids: tuple[int, ...] = ()
     distributions: tuple[SparseDistribution, ...] = ()
     parents: tuple[int, ...] = ()
-    source: DraftSource | None = field(default=None, compare=False)
+    source: str | None = field(default=None, compare=False)
     is_block: bool = field(default=False, compare=False)
     is_ahead: bool = field(default=False, compare=False)
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from engine.batch.draft import PREDICTION
 from engine.batch.span import SpanStates
 from engine.sampling.grammar import GrammarMatcher
 from protos.block_keys import BlockKey
@@ -256,7 +257,7 @@ class Sequence(RequestTokens):
         self, request: GenerateRequest, rule: DraftRule, arrival_s: float, matcher: GrammarMatcher | None = None
     ) -> None:
         super().__init__(request, rule, matcher)
-        self.drafter = "prediction" if request.prediction_token_ids else str(rule.method)  # the source of its drafts
+        self.drafter = PREDICTION if request.prediction_token_ids else str(rule.method)  # the source of its drafts
         self.draft_class = f"{self.drafter}-{kind_of(is_greedy=self.is_greedy)}"  # requests with a similar acceptance
         self.arrival_s = arrival_s
         self.arrival = 0  # sequence number of the arrival, set by the scheduler

@@ -13,11 +13,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import takewhile
 
-from engine.batch.draft import NO_DRAFT, Draft, DraftSource
+from engine.batch.draft import NO_DRAFT, Draft
 from engine.proposer.text_match.suffix_index import MAX_MATCH, SEPARATOR, Occurrence, SuffixIndex
 from engine.proposer.text_match.text_matcher import TextMatch
 from engine.sequence.batch import DraftQuery
 from engine.sequence.sequence import RequestTokens
+from protos.messages import SpeculationMethod
 
 NoiseId = tuple[int, int]  # seed and sample: two sequences with one id draw the same numbers at each position
 _NUM_KINDS = 5  # matches of 1, 2 to 3, 4 to 7, 8 to 15, and 16 tokens or more
@@ -114,7 +115,7 @@ class SuffixProposer:
     are kept, at about 0.5 KB each.
     """
 
-    source = DraftSource.SUFFIX
+    source: str = SpeculationMethod.SUFFIX
 
     def __init__(self, min_chance: float = 0.1, max_shared_tokens: int = 1 << 17) -> None:
         self._min_chance = min_chance

@@ -6,9 +6,10 @@ from collections.abc import Sequence as Seq
 from typing import Protocol
 from weakref import WeakValueDictionary
 
-from engine.batch.draft import NO_DRAFT, Draft, DraftSource
+from engine.batch.draft import NO_DRAFT, PREDICTION, Draft
 from engine.sequence.batch import DraftQuery
 from engine.sequence.sequence import RequestTokens
+from protos.messages import SpeculationMethod
 from protos.predicted_text import PredictedText, Prediction
 
 # A continuation, and the number of context tokens that match.
@@ -24,7 +25,7 @@ class TextMatcher(Protocol):
         source: The source of its drafts.
     """
 
-    source: DraftSource
+    source: str
 
     def is_for(self, sequence: RequestTokens) -> bool:
         """True if this sequence can have matches."""
@@ -66,7 +67,7 @@ class PredictionMatcher:
     same seed would bias the output, so the ingress refuses a prediction together with a seed there.
     """
 
-    source = DraftSource.PREDICTION
+    source = PREDICTION
 
     def __init__(self) -> None:
         self._following: dict[str, _FollowedPrediction] = {}
@@ -133,7 +134,7 @@ class NgramProposer:
         start = table.find(sequence.token_ids) if table is not None and num_tokens > 0 else None
         if start is None:
             return NO_DRAFT
-        return Draft(copy_from(sequence.token_ids, start, num_tokens), source=DraftSource.NGRAM)
+        return Draft(copy_from(sequence.token_ids, start, num_tokens), source=SpeculationMethod.NGRAM)
 
 
 class _ContinuationTable:
