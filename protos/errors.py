@@ -17,6 +17,8 @@ class ServingError(Exception):
         code: `code` of OpenAI's error object, if clients need to distinguish this error from others of its type.
         param: the request field at fault, if any.
         retry_after_s: wait in seconds before a retry may succeed; the class has a default.
+        is_final: the same request would fail again, or cost as much again; OpenAI's and Anthropic's clients repeat
+            every other 5xx twice by themselves.
     """
 
     http_status = 500
@@ -24,6 +26,7 @@ class ServingError(Exception):
     error_type = "server_error"
     code: str | None = None
     usual_retry_after_s: float | None = None
+    is_final = False
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -214,16 +217,24 @@ class DeadlineExceededError(ServingError):
     http_status = 504
     grpc_code = "DEADLINE_EXCEEDED"
     error_type = "timeout_error"
+    is_final = True
 
 
 class EngineError(ServingError):
     """The engine failed while computing: a server fault."""
 
 
+class GivenUpError(EngineError):
+    """Several engines ended while they computed the request, which may be the cause."""
+
+    is_final = True
+
+
 class NonFiniteLogitsError(ServingError):
     """The model's logits are not finite for this text; every other replica would fail the same way."""
 
     code = "non_finite_logits"
+    is_final = True
 
 
 class ConfigError(ServingError):

@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from protos.backoff import Backoff
 from protos.errors import (
     DeadlineExceededError,
-    EngineError,
     EngineLostError,
+    GivenUpError,
     GrammarError,
     ModelChangedError,
     NonFiniteLogitsError,
@@ -216,12 +216,12 @@ class MigrationState:
         """Return the seconds until the next attempt.
 
         Raises:
-            EngineError: the request has crashed as many engines as allowed.
+            GivenUpError: the request has crashed as many engines as allowed.
             ServingError: `error`, if no attempt is left.
         """
         self._num_lost_engines += isinstance(error, EngineLostError)
         if self._num_lost_engines >= 3:  # a request that crashes engines must not reach all of them
-            raise EngineError(
+            raise GivenUpError(
                 f"{self._num_lost_engines} engines in a row ended while they computed this request, with no token "
                 "between. It is not tried again; if another request was the cause, send it once more."
             ) from error

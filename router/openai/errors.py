@@ -36,6 +36,7 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+_AGAIN = "X-Should-Retry"  # OpenAI's and Anthropic's clients read it
 _FULL = "X-Outrider-Full"  # for the proxy (cluster/proxy/refusals.cfg), which removes it
 
 
@@ -82,6 +83,8 @@ def error_response(error: ServingError, status: int | None = None) -> JSONRespon
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     if isinstance(error, OverloadedError):
         headers[_FULL] = "1"
+    if error.is_final:
+        headers[_AGAIN] = "false"
     return JSONResponse(error_object(error), status_code=status or error.http_status, headers=headers)
 
 
@@ -122,7 +125,7 @@ def _answer(request: Request, error: ServingError, status: int | None = None) ->
     response = error_response(error, status)
     if not request.url.path.startswith(_MESSAGES):
         return response
-    headers = {name: response.headers[name] for name in ("Retry-After", _FULL) if name in response.headers}
+    headers = {name: response.headers[name] for name in ("Retry-After", _AGAIN, _FULL) if name in response.headers}
     return JSONResponse(anthropic_error_object(error), status_code=response.status_code, headers=headers)
 
 

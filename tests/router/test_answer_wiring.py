@@ -207,11 +207,13 @@ STATUSES: dict[type[ServingError], tuple[int, str, str | None, str, str]] = {
     errors.ShuttingDownError: (503, "service_unavailable_error", None, "overloaded_error", "UNAVAILABLE"),
     errors.DeadlineExceededError: (504, "timeout_error", None, "timeout_error", "DEADLINE_EXCEEDED"),
     errors.EngineError: (500, "server_error", None, "api_error", "INTERNAL"),
+    errors.GivenUpError: (500, "server_error", None, "api_error", "INTERNAL"),
     errors.NonFiniteLogitsError: (500, "server_error", "non_finite_logits", "api_error", "INTERNAL"),
 }
 AGAIN = {errors.RateLimitError, errors.OverloadedError, errors.UnavailableError, errors.EngineLostError} | {
     errors.ModelChangedError
 }
+FINAL = {errors.DeadlineExceededError, errors.GivenUpError, errors.NonFiniteLogitsError}
 
 
 def test_every_error_that_a_client_may_meet_is_known_here() -> None:
@@ -242,6 +244,7 @@ async def test_an_error_has_its_status_its_fields_and_its_wait_at_every_endpoint
         anthropic_type,
     )
     assert answer.headers.get("retry-after") == ("1" if kind in AGAIN else None)
+    assert answer.headers.get("x-should-retry") == ("false" if kind in FINAL else None)
     async with grpc_channel(service) as channel:
         with pytest.raises(grpc.aio.AioRpcError, match="why") as caught:
             await outrider_pb2_grpc.GenerationStub(channel).Generate(pb2.GenerateRequest(prompt="a"))

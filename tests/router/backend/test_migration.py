@@ -12,6 +12,7 @@ from protos.errors import (
     DeadlineExceededError,
     EngineError,
     EngineLostError,
+    GivenUpError,
     NonFiniteLogitsError,
     OverloadedError,
     UnavailableError,
@@ -90,7 +91,7 @@ def together(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("together")
 async def test_a_request_that_ends_every_engine_meets_three_of_them() -> None:
     backend = FakeBackend(failures=[EngineLostError("gone")] * 9)
-    with pytest.raises(EngineError, match="3 engines in a row"):
+    with pytest.raises(GivenUpError, match="3 engines in a row"):
         await tokens_of(backend)
     assert len(backend.requests) == 3
 

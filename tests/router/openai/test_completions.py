@@ -11,7 +11,16 @@ import openai
 import pytest
 from openai.types import Completion
 
-from protos.errors import EngineError, OverloadedError, RequestError, UnavailableError
+from protos.errors import (
+    DeadlineExceededError,
+    EngineError,
+    EngineLostError,
+    NonFiniteLogitsError,
+    OverloadedError,
+    RequestError,
+    ServingError,
+    UnavailableError,
+)
 from protos.messages import (
     FinishReason,
     GenerateRequest,
@@ -244,6 +253,24 @@ async def test_a_request_of_many_choices_is_refused_before_any_of_them_runs(
     answer = await lenient_client.completions.create(model="fake", prompt=["a", "b"], n=4, max_tokens=2)
     assert len(answer.choices) == 8
     assert [request.is_admitted for request in backend.requests[1:]] == [False] + [True] * 7
+
+
+@pytest.mark.parametrize(
+    ("failure", "num_tried"),
+    [(DeadlineExceededError("late"), 1), (NonFiniteLogitsError("nan"), 1), (EngineLostError("gone"), 3)],
+)
+async def test_clients_do_not_repeat_a_request_that_would_fail_again(
+    lenient_client: openai.AsyncOpenAI,
+    backend: FakeBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    failure: ServingError,
+    num_tried: int,
+) -> None:
+    monkeypatch.setattr(migration, "_APART_S", 0.0)
+    backend.failures = [failure] * 9
+    with pytest.raises(openai.InternalServerError):
+        await lenient_client.with_options(max_retries=2).completions.create(model="fake", prompt="a")
+    assert len(backend.requests) == num_tried
 
 
 async def test_an_error_in_the_stream_is_its_last_event(
