@@ -29,7 +29,7 @@ from engine.proposer.method_dispatcher import HybridProposer
 from engine.proposer.own_proposers import HeadReport, LiveHead
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.scheduler.async_scheduling import AsyncScheduling, InFlightBatch, Runner
-from engine.scheduler.ending import NonFiniteReport, plain_reason, score_prompts, token_sources
+from engine.scheduler.ending import explain_non_finite, plain_reason, score_prompts, token_sources
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence.batch import (
     NOTHING,
@@ -115,7 +115,7 @@ class EngineCore:
         self.position_log = position_log
         self._speculation, self._overlap = speculation, speculation.overlap
         self._grammars = grammars or GrammarCompiler(None, runner.vocab_size, ())
-        self._non_finite = NonFiniteReport(model_name)
+        self._model_name, self._num_non_finite = model_name, 0
         self._timer = StepTimer()
         self._is_broken = False
         self._is_starved = False
@@ -232,7 +232,7 @@ class EngineCore:
             num_prefix_queried_tokens=self.blocks.num_queried_tokens,
             num_prefix_hit_tokens=self.blocks.num_hit_tokens,
             num_preemptions=self.scheduler.num_preemptions,
-            num_non_finite_requests=self._non_finite.num_requests,
+            num_non_finite_requests=self._num_non_finite,
             num_overlapped_passes=self._overlap.num_passes if self._overlap else 0,
             drafts=accounting.counters.drafts,
             times=accounting.times.total,
@@ -351,7 +351,7 @@ class EngineCore:
         self._report_sources(passes)
         verified = [each.outcome for each in passes]
         chunks = self.scheduler.commit(issued.batch, issued.num_drafts, verified)
-        self._non_finite.explain(chunks)
+        self._num_non_finite += explain_non_finite(chunks, self._model_name)
         return chunks
 
     def _report_sources(self, passes: Seq[SequencePass]) -> None:

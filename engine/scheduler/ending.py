@@ -77,29 +77,23 @@ def keep_outcome(sequence: Sequence, outcome: VerifyResult) -> KeptTokens:
     return keep_output(sequence, outcome.token_ids)
 
 
-class NonFiniteReport:
-    """Counts and explains requests that end because the model's logits are not finite.
+def explain_non_finite(chunks: Seq[TokenChunk], model_name: str) -> int:
+    """Log and explain each sequence that ends because its logits are not finite, and return the number of them.
 
     Args:
+        chunks: the chunks of a step.
         model_name: the model and its dtype.
     """
-
-    def __init__(self, model_name: str) -> None:
-        self.num_requests = 0
-        self._model_name = model_name
+    ended = [chunk for chunk in chunks if chunk.finish_reason is FinishReason.NON_FINITE]
+    for chunk in ended:
         is_narrow = " in float16" in model_name
-        self._remedy = "; set target.dtype to bfloat16 or float32, which hold larger numbers" if is_narrow else ""
-
-    def explain(self, chunks: Seq[TokenChunk]) -> None:
-        """Log, count and explain each sequence that ends because its logits are not finite."""
-        for chunk in chunks:
-            if chunk.finish_reason is FinishReason.NON_FINITE:
-                self.num_requests += 1
-                chunk.error = (
-                    f"{self._model_name} computed NaN or infinite logits after {chunk.offset} tokens of the answer, "
-                    f"which ends there: its numbers overflow on this text. A retry gives the same{self._remedy}"
-                )
-                logger.warning("request %s: %s", chunk.request_id, chunk.error)
+        remedy = "; set target.dtype to bfloat16 or float32, which hold larger numbers" if is_narrow else ""
+        chunk.error = (
+            f"{model_name} computed NaN or infinite logits after {chunk.offset} tokens of the answer, which ends "
+            f"there: its numbers overflow on this text. A retry gives the same{remedy}"
+        )
+        logger.warning("request %s: %s", chunk.request_id, chunk.error)
+    return len(ended)
 
 
 def finished_before_start(sequence: Sequence) -> KeptTokens | None:
