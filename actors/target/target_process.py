@@ -264,9 +264,13 @@ def _card(core: EngineCore, settings: PairSettings) -> ModelCard:
     runner = _runner(core)
     speculation = settings.engine.speculation
     logger.info("requests without sampling parameters are sampled by %s", runner.sampling_defaults)
+    num_slots = core.blocks.num_blocks * core.blocks.block_size
+    if num_slots < runner.max_model_len:
+        short = "the KV cache holds %d tokens, so the longest text has %d and not %d; raise cache.memory_gib for longer"
+        logger.warning(short, num_slots, num_slots, runner.max_model_len)
     return ModelCard(
         vocab_size=runner.vocab_size,
-        max_model_len=runner.max_model_len,
+        max_model_len=min(runner.max_model_len, num_slots),
         eos_token_ids=runner.eos_token_ids,
         model_version=runner.model_version,
         fingerprint=_fingerprint(runner, settings),

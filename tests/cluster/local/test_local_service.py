@@ -48,6 +48,26 @@ async def test_a_text_on_which_the_model_overflows_is_a_500_that_is_logged_and_c
     assert 'outrider_num_non_finite_requests{replica="0"} 2.0' in metrics
 
 
+async def test_the_context_that_clients_see_fits_into_the_cache(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_overflowing(tmp_path, "float32", 1e38, POISON, BYTE_VOCAB_SIZE)
+    write_tokenizer(tmp_path)
+    target = {"path": str(tmp_path), "dtype": "float32", "num_threads": 1}
+    config = parse_config({"model_id": "m", "target": target, "cache": {"num_blocks": 3, "block_size": 16}})
+    body = {"prompt": [20] * 48, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    async with running_service(config, local_settings(config)) as service:
+        transport = httpx.ASGITransport(build_app(service, ApiKeys(None)))
+        async with httpx.AsyncClient(transport=transport, base_url="http://outrider", timeout=60.0) as http:
+            model = (await http.get("/v1/models/m")).json()
+            refused = await http.post("/v1/completions", json=body)
+            cut = await http.post("/v1/completions", json=body | {"truncate_prompt_tokens": -1})
+    assert model["max_model_len"] == 48
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert (cut.json()["usage"]["prompt_tokens"], cut.json()["usage"]["completion_tokens"]) == (8, 40)
+    assert "the longest text has 48 and not" in caplog.text
+
+
 def test_openmp_s_threads_sleep_after_microseconds_as_in_a_pair_on_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that spin keep the cores from our kernels: four times the processor time on a busy machine."""
     environments: list[dict[str, str]] = []
