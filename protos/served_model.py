@@ -23,8 +23,8 @@ class CanaryOutcome(StrEnum):
     """The state or the outcome of a canary."""
 
     RUNNING = "running"
-    KEPT = "kept"
-    ROLLED_BACK = "rolled_back"
+    KEPT = "kept"  # the new draft is faster
+    ROLLED_BACK = "rolled_back"  # it gains less than the minimum, no gain was shown, or a draft failed
     STOPPED = "stopped"  # by an admin; the old draft was restored
 
 

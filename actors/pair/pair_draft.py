@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from actors.shell_messages import RunningHead
-from engine.accounting.goodput import GoodputStats, GoodputTrial, Verdict, log_ratio, seconds_of, since
+from engine.accounting.goodput import GoodputStats, GoodputTrial, log_ratio, seconds_of, since
 from protos.errors import (
     ConflictError,
     RequestError,
@@ -78,14 +78,14 @@ class Canary:
         self._trial = GoodputTrial(order.min_gain, order.false_keep, order.false_rollback, order.max_pairs)
         self._ratios: list[float] = []
 
-    async def decide(self) -> Verdict:
-        """Return the verdict. Either draft may be running by then.
+    async def decide(self) -> CanaryOutcome:
+        """Return the verdict, kept or rolled back. Either draft may be running by then.
 
         Raises:
             ServingError: a draft did not start.
         """
         self._report(self.described(CanaryOutcome.RUNNING))
-        while (verdict := self._trial.verdict(self._ratios)) is Verdict.OPEN:
+        while (verdict := self._trial.verdict(self._ratios)) is CanaryOutcome.RUNNING:
             ratio = await self._pair()
             if ratio is None:
                 logger.info("canary %s: a pair of blocks had no load in common and does not count", self._order.path)
@@ -285,11 +285,9 @@ class PairDraft:
         self._failure = ""
         try:
             async with asyncio.timeout(order.deadline_s):
-                if await canary.decide() is Verdict.KEEP:
-                    await run(order.path)
-                    outcome = CanaryOutcome.KEPT
-                else:
-                    await run(old_path)
+                verdict = await canary.decide()
+                await run(order.path if verdict is CanaryOutcome.KEPT else old_path)
+                outcome = verdict
         except TimeoutError:
             failure = f"no verdict within {order.deadline_s:.0f} s"
         except ServingError as error:

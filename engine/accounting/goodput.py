@@ -16,21 +16,14 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import TYPE_CHECKING
+
+from protos.served_model import CanaryOutcome
 
 if TYPE_CHECKING:  # it imports torch, which the shells that read these sums do not need
     from engine.accounting.record import PassRecord
 
 _EFFECT_VARIANCE = 4.0  # variance of the mixture over mean / spread; it favours gains of twice the spread
-
-
-class Verdict(StrEnum):
-    """The outcome of a trial."""
-
-    OPEN = "open"
-    KEEP = "keep"  # the new draft is faster
-    ROLL_BACK = "roll back"  # it gains less than the minimum, or no gain was shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,22 +101,23 @@ class GoodputTrial:
     false_rollback: float = 0.05
     max_pairs: int = 60
 
-    def verdict(self, log_ratios: Seq[float]) -> Verdict:
+    def verdict(self, log_ratios: Seq[float]) -> CanaryOutcome:
         """Return the verdict on log ratios of new over old goodput, one per pair of blocks."""
         if _mean(log_ratios) > 0 and evidence(log_ratios, 0.0) >= 1 / self.false_keep:
-            return Verdict.KEEP
+            return CanaryOutcome.KEPT
         is_over = len(log_ratios) >= self.max_pairs
-        return Verdict.ROLL_BACK if is_over or self._gains_too_little(log_ratios) else Verdict.OPEN
+        is_lost = is_over or self._gains_too_little(log_ratios)
+        return CanaryOutcome.ROLLED_BACK if is_lost else CanaryOutcome.RUNNING
 
     def reason(self, log_ratios: Seq[float]) -> str:
         """Return the reason of the verdict, in words."""
         number = len(log_ratios)
         match self.verdict(log_ratios):
-            case Verdict.KEEP:
+            case CanaryOutcome.KEPT:
                 return f"it is faster, by {number} pairs of blocks"
-            case Verdict.ROLL_BACK if self._gains_too_little(log_ratios):
+            case CanaryOutcome.ROLLED_BACK if self._gains_too_little(log_ratios):
                 return f"it gains less than {self.min_gain:.1%}, by {number} pairs of blocks"
-            case Verdict.ROLL_BACK:
+            case CanaryOutcome.ROLLED_BACK:
                 return f"no gain was shown in {number} pairs of blocks"
             case _:
                 return ""

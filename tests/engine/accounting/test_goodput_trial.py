@@ -10,7 +10,8 @@ from statistics import fmean
 
 import pytest
 
-from engine.accounting.goodput import GoodputTrial, Verdict, confidence_sequence, sign_evidence, t_evidence
+from engine.accounting.goodput import GoodputTrial, confidence_sequence, sign_evidence, t_evidence
+from protos.served_model import CanaryOutcome
 
 NUM_RUNS = 400
 SLACK = 3 * math.sqrt(0.05 * 0.95 / NUM_RUNS)  # three standard errors of a rate of 5%
@@ -75,10 +76,10 @@ def log_ratios(rng: random.Random, noise: Iterator[float], gain: float) -> Itera
         yield math.log1p(gain) + (first - second if rng.random() < 0.5 else second - first)
 
 
-def run(trial: GoodputTrial, ratios: Iterator[float]) -> tuple[Verdict, int]:
+def run(trial: GoodputTrial, ratios: Iterator[float]) -> tuple[CanaryOutcome, int]:
     """Return the verdict, and after how many pairs it came."""
     seen: list[float] = []
-    while (verdict := trial.verdict(seen)) is Verdict.OPEN:
+    while (verdict := trial.verdict(seen)) is CanaryOutcome.RUNNING:
         seen.append(next(ratios))
     return verdict, len(seen)
 
@@ -89,7 +90,7 @@ def rates(trial: GoodputTrial, noise: Noise, spread: float, gain: float, num_run
     for index in range(num_runs):
         rng = random.Random(f"{seed} {index}")
         results.append(run(trial, log_ratios(rng, noise(rng, spread), gain)))
-    kept = sum(verdict is Verdict.KEEP for verdict, _ in results) / num_runs
+    kept = sum(verdict is CanaryOutcome.KEPT for verdict, _ in results) / num_runs
     return Rates(kept, 1 - kept, fmean(number for _, number in results))
 
 
@@ -128,7 +129,7 @@ def test_the_interval_is_that_of_its_martingale() -> None:
 
 def test_two_pairs_are_no_proof_however_alike_they_are() -> None:
     assert t_evidence([0.2, 0.2], 0.0) == pytest.approx(t_evidence([0.2, 0.2 + 1e-9], 0.0)) == pytest.approx(3.0)
-    assert GoodputTrial().verdict([0.2, 0.2]) is Verdict.OPEN
+    assert GoodputTrial().verdict([0.2, 0.2]) is CanaryOutcome.RUNNING
 
 
 @pytest.mark.parametrize(("num_above", "num_below"), [(1, 0), (8, 0), (7, 3), (10, 9)])
@@ -142,17 +143,20 @@ def test_bets_on_signs_have_the_value_of_their_integral(num_above: int, num_belo
 def test_one_block_in_which_the_machine_did_something_else_does_not_hold_a_trial_up() -> None:
     ratios = [-2.0] + [0.2 + 0.01 * (index % 3) for index in range(12)]
     assert confidence_sequence(ratios, 0.05).low < 0
-    assert GoodputTrial().verdict(ratios) is Verdict.KEEP
+    assert GoodputTrial().verdict(ratios) is CanaryOutcome.KEPT
 
 
 def test_a_verdict_has_its_reason_and_the_budget_ends_the_trial() -> None:
     trial = GoodputTrial(max_pairs=6)
-    assert trial.verdict([]) is trial.verdict([0.5]) is Verdict.OPEN
+    assert trial.verdict([]) is trial.verdict([0.5]) is CanaryOutcome.RUNNING
     assert trial.reason([0.5]) == ""
     faster = [0.2, 0.21, 0.19, 0.2, 0.2]
-    assert (trial.verdict(faster), "faster" in trial.reason(faster)) == (Verdict.KEEP, True)
+    assert (trial.verdict(faster), "faster" in trial.reason(faster)) == (CanaryOutcome.KEPT, True)
     slower = [-value for value in faster]
-    assert (trial.verdict(slower), "less than 5.0%" in trial.reason(slower)) == (Verdict.ROLL_BACK, True)
+    assert (trial.verdict(slower), "less than 5.0%" in trial.reason(slower)) == (CanaryOutcome.ROLLED_BACK, True)
     unclear = [1.0, -1.0, 0.9, -1.1, 1.1, -0.9]
-    assert trial.verdict(unclear[:-1]) is Verdict.OPEN
-    assert (trial.verdict(unclear), "no gain was shown in 6" in trial.reason(unclear)) == (Verdict.ROLL_BACK, True)
+    assert trial.verdict(unclear[:-1]) is CanaryOutcome.RUNNING
+    assert (trial.verdict(unclear), "no gain was shown in 6" in trial.reason(unclear)) == (
+        CanaryOutcome.ROLLED_BACK,
+        True,
+    )
