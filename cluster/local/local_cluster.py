@@ -122,7 +122,7 @@ class LocalCluster:
         if ray.is_initialized():
             self.undeploy()
             serve.shutdown()
-            self.kill()
+        self.kill()
 
     def kill(self) -> None:
         """Stop everything now."""

@@ -3,7 +3,8 @@
 haproxy.sh runs this program with HAProxy's configuration, its process id and the command that starts another. It
 imports only the standard library. It keeps HAProxy's listening sockets open, so no client is refused: connections wait
 until the next HAProxy, ours or Serve's, takes the sockets over. Serve notices at its admin socket, within seconds,
-that its HAProxy is gone; so ours has another one. Ours drains once Serve's has routes.
+that its HAProxy is gone; so ours has another one. Ours drains once Serve's has routes. When the cluster ends, so does
+HAProxy.
 
 With the configuration as its only argument, the program prints the Unix socket that hands over the listening sockets,
 if a substitute runs.
@@ -44,11 +45,10 @@ def main() -> None:
 def _watch(configuration: Path, admin_socket: str, haproxy: int, command: list[str]) -> None:
     os.setsid()  # Ray kills a manager's whole process group
     cluster = _parent(_parent(haproxy))  # the raylet: HAProxy is its manager's child
-    if not _serves_routes(admin_socket, haproxy):
-        return
-    listeners = _listeners(admin_socket)
-    _wait_for_end(haproxy)
-    if not answering(admin_socket)[0] and configuration.exists() and _parent(cluster):
+    has_routes = _serves_routes(admin_socket, haproxy)
+    listeners = _listeners(admin_socket) if has_routes else []
+    _wait_for_end(haproxy, cluster)
+    if has_routes and not answering(admin_socket)[0] and configuration.exists() and _parent(cluster):
         _hand_over(listeners, listeners_socket(admin_socket))
         _stand_in(command, configuration, admin_socket, cluster)
 
@@ -117,12 +117,19 @@ def _is_answered(path: str) -> bool:
         return connection.connect_ex(path) == 0
 
 
-def _wait_for_end(haproxy: int) -> None:
+def _wait_for_end(haproxy: int, cluster: int) -> None:
+    """Wait until HAProxy has ended; end it if its cluster ends first: it would hold the ports for ever."""
     try:
         process = os.pidfd_open(haproxy)
     except ProcessLookupError:
         return
-    select.select([process], [], [])
+    watched = [process]
+    with contextlib.suppress(OSError):  # the cluster has ended, or is in another container
+        watched.append(os.pidfd_open(cluster))
+    ended, _, _ = select.select(watched, [], [])
+    if process not in ended:
+        signal.pidfd_send_signal(process, signal.SIGTERM)
+        select.select([process], [], [])
 
 
 def _stand_in(command: list[str], configuration: Path, admin_socket: str, cluster: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import subprocess
@@ -134,10 +135,8 @@ def _run(model: str, file: DeployFile, serve_file: Callable[[DeployFile, Loading
         with loading_view(console) as view:
             fetch_models(model, file.config)
             serve_file(check_deployment(file), view)
-    except (KeyboardInterrupt, SystemExit) as end:
-        # At once: a thread that loads a model cannot be stopped, and torch aborts when Python ends below it.
-        sys.stdout.flush()
-        os._exit(130 if isinstance(end, KeyboardInterrupt) else 143)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
 
 
 def _serve_in_process(file: DeployFile, view: LoadingView) -> None:
@@ -150,7 +149,12 @@ def _serve_in_process(file: DeployFile, view: LoadingView) -> None:
         threading.Thread(target=race_in_terminal, args=(file,), name="race", daemon=True).start()
 
     report(f"loading {file.config.target.path}")
-    serve_in_process(file, on_ready)
+    try:
+        serve_in_process(file, on_ready)
+    except (KeyboardInterrupt, SystemExit) as end:
+        # The thread that loads a model cannot be stopped, and torch would abort if Python ended below it.
+        atexit.register(os._exit, 130 if isinstance(end, KeyboardInterrupt) else 143)
+        raise
 
 
 class Interrupt:

@@ -1,5 +1,8 @@
 """The error of a failed deployment, and the settings of a new one that a running Serve would ignore."""
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,27 @@ def test_our_own_error_is_taken_out_of_serves_stack():
 
 def test_any_other_message_of_serve_is_reported_whole():
     assert _reason("out of\nmemory") == "out of\nmemory"
+
+
+def test_a_start_that_is_interrupted_leaves_no_folder():
+    code = """
+import os, ray
+from cluster.local.local_cluster import LocalCluster
+
+def interrupted(**options):
+    print(os.environ["RAY_SERVE_HAPROXY_SERVER_STATE_BASE"])
+    raise KeyboardInterrupt
+
+ray.init, cluster = interrupted, LocalCluster()
+try:
+    cluster.start()
+except KeyboardInterrupt:
+    cluster.stop()
+os.kill(os.getpid(), 9)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("/tmp/outray-"), done.stderr
+    assert not Path(done.stdout.strip()).exists()
 
 
 @pytest.mark.parametrize(

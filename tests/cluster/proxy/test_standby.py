@@ -19,7 +19,7 @@ import httpx
 import pytest
 import uvicorn
 
-from cluster.local.serve_environment import free_port
+from cluster.local.serve_environment import free_port, is_free
 from cluster.proxy import standby
 from tests.cluster.proxy.test_haproxy_config import Proxy
 
@@ -57,11 +57,15 @@ def end(folder: Path) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def start(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    """Start it with the options of Ray: without SO_REUSEPORT (-dR) where nothing is set."""
+def haproxy_of(folder: Path) -> tuple[list[str], dict[str, str]]:
+    """Return its command, with the options of Ray: without SO_REUSEPORT (-dR) where nothing is set; its environment."""
     command = [str(Path(standby.__file__).with_name("haproxy.sh")), "-db", "-f", str(folder / "haproxy.cfg"), "-dR"]
-    variables = {"OUTRIDER_HAPROXY": get_haproxy_binary(), "OUTRIDER_PYTHON": sys.executable}
-    process = subprocess.Popen([*command, *arguments], env={**os.environ, **variables})
+    return command, {**os.environ, "OUTRIDER_HAPROXY": get_haproxy_binary(), "OUTRIDER_PYTHON": sys.executable}
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    command, variables = haproxy_of(folder)
+    process = subprocess.Popen([*command, *arguments], env=variables)
     until(lambda: answering(folder) == process.pid)
     return process
 
@@ -89,12 +93,12 @@ def opened(descriptor: Path) -> str:
         return ""
 
 
-def standby_of(process: subprocess.Popen[bytes]) -> int:
-    """Return the process that waits for the end of `process`, once it does."""
+def standby_of(haproxy: int) -> int:
+    """Return the process that waits for the end of a HAProxy, once it does."""
     found: list[int] = []
 
     def is_waiting() -> bool:
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        children = Path(f"/proc/{haproxy}/task/{haproxy}/children").read_text().split()
         found[:] = [int(pid) for pid in children if os.getsid(int(pid)) == int(pid)]
         return any("pidfd" in opened(file) for pid in found for file in Path(f"/proc/{pid}/fd").iterdir())
 
@@ -105,7 +109,7 @@ def standby_of(process: subprocess.Popen[bytes]) -> int:
 def killed_with_a_stand_in(folder: Path) -> int:
     """Start a HAProxy and kill it; return the substitute's process id."""
     first = start(folder)
-    standby_of(first)
+    standby_of(first.pid)
     first.kill()
     first.wait()
     until(lambda: standing_in(folder) != 0)
@@ -134,7 +138,7 @@ def test_one_that_is_killed_is_back_and_gives_way_to_the_next(folder: Path) -> N
 def test_no_client_is_refused_while_none_runs(folder: Path, is_stand_in_killed: bool) -> None:
     """Who comes waits for the next one: the listening sockets stay open."""
     first = start(folder)
-    its_standby = standby_of(first)
+    its_standby = standby_of(first.pid)
     if is_stand_in_killed:
         first.kill()
         until(lambda: standing_in(folder) != 0)
@@ -152,7 +156,7 @@ def test_no_client_is_refused_while_none_runs(folder: Path, is_stand_in_killed: 
 
 def test_the_next_one_that_is_started_before_the_stand_in_runs_takes_its_ports(folder: Path) -> None:
     first = start(folder)
-    standby_of(first)
+    standby_of(first.pid)
     first.kill()
     first.wait(20)
     until(lambda: standby._is_answered(standby.listeners_socket(str(folder / "admin.sock"))))
@@ -240,16 +244,30 @@ def test_one_that_stands_in_and_is_killed_is_back_too(folder: Path) -> None:
 
 def test_one_that_is_asked_to_end_has_no_stand_in(folder: Path) -> None:
     first = start(folder)
-    its_standby = standby_of(first)
+    its_standby = standby_of(first.pid)
     second = start(folder, "-sf", str(first.pid))
     first.wait(20)
     until_ended(its_standby)
     assert answering(folder) == second.pid
 
 
+def test_one_whose_cluster_is_killed_ends_and_frees_its_port(folder: Path) -> None:
+    haproxy, variables = haproxy_of(folder)
+    manager = ["sh", "-c", '"$@" & wait', "manager", *haproxy]
+    raylet = subprocess.Popen(["sh", "-c", '"$@" & wait', "raylet", *manager], env=variables, start_new_session=True)
+    until(lambda: answering(folder) != 0)
+    pid = answering(folder)
+    standby_of(pid)
+    raylet.kill()
+    raylet.wait()
+    until_ended(pid)
+    port = int((folder / "haproxy.cfg").read_text().partition("127.0.0.1:")[2].split()[0])
+    assert is_free("127.0.0.1", port)
+
+
 def test_none_stands_in_where_the_clusters_folder_is_gone(folder: Path) -> None:
     first = start(folder)
-    its_standby = standby_of(first)
+    its_standby = standby_of(first.pid)
     configuration = folder / "haproxy.cfg"
     text = configuration.read_text()
     configuration.unlink()
