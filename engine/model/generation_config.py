@@ -118,7 +118,8 @@ def eos_token_ids(
     model: PreTrainedModel, folder: Path, vocab_size: int, template: str | None = None
 ) -> tuple[int, ...]:
     """Return the tokens that end a text, from all files of the model; log if no file names one."""
-    ends, unknown = find_end_tokens(folder, vocab_size, model.config.get_text_config().eos_token_id, template)
+    assumed = getattr(model.config.get_text_config(), "eos_token_id", None)
+    ends, unknown = find_end_tokens(folder, vocab_size, assumed, template)
     if unknown:
         logger.warning("%s", unknown_ends(unknown, vocab_size))
     if ends:

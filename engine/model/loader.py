@@ -20,6 +20,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 from transformers.utils.hub import cached_file
 from transformers.utils.logging import set_tqdm_hook
 
@@ -53,6 +58,10 @@ _LEAST_BYTES = {Quantization.INT8: 1.0, Quantization.INT4: 0.5}  # of a weight i
 _NUMBERS = {"I64", "I32", "U8", "BOOL"}  # of buffers, which keep their dtype
 
 register_mimo()
+# Models of several media run on texts. The checks at the start refuse those whose texts need more.
+for _names in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES):
+    for _type, _class in _names.items():
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(_type, _class)
 
 
 def load_model(

@@ -59,6 +59,7 @@ struct decoder {
     int64_t hidden_size, num_heads;
     int64_t norms_values;      /* by heads too, as queries and keys */
     int64_t norms_projections; /* all queries of a row are normed together, and all keys */
+    int64_t norms_rotated;     /* after their rotation */
     int64_t rotates_pairs;     /* of neighbors, not of a head's halves */
     int64_t centers;           /* norms subtract the mean */
     int64_t has_norm_biases;
@@ -213,8 +214,9 @@ static void take_heads(const struct decoder *d, const struct layer *l, const str
     char *keys = buffers->qkv + d->num_heads * dim * item, *values = keys + num_keys * dim * item;
     for (int64_t row = 0; l->value_factor != 1.0f && row < r->num_rows; row++)
         outrider_scale(values + row * stride * item, num_keys * l->value_dim, l->value_factor, (int)d->is_bf16);
-    if (l->head_norm) norm_heads(d, l, r->num_rows, stride, buffers->qkv);
+    if (l->head_norm && !d->norms_rotated) norm_heads(d, l, r->num_rows, stride, buffers->qkv);
     if (l->table >= 0) rotate(d, l, r, stride, num_keys, buffers->qkv);
+    if (l->head_norm && d->norms_rotated) norm_heads(d, l, r->num_rows, stride, buffers->qkv);
     a->query = buffers->qkv;
     a->new_keys = l->stores_kv ? keys : NULL;
     a->new_values = values;

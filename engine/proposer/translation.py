@@ -42,8 +42,8 @@ class ModelTokens:
         """Read the model's configuration, without its weights."""
         config = load_config(path).get_text_config()
         vocab_size = int(config.vocab_size)
-        eos_token_ids, _ = find_end_tokens(model_folder(path), vocab_size, config.eos_token_id)
-        return cls(vocab_size, _ids(config.bos_token_id), eos_token_ids, tokenizer_file(path))
+        eos_token_ids, _ = find_end_tokens(model_folder(path), vocab_size, getattr(config, "eos_token_id", None))
+        return cls(vocab_size, _ids(getattr(config, "bos_token_id", None)), eos_token_ids, tokenizer_file(path))
 
     def names(self) -> dict[int, str]:
         """Return the names of the ids of the logits."""

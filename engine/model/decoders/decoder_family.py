@@ -66,6 +66,7 @@ class DecoderFamily:
         is_parallel: the attention and the MLP read the same rows, each after its own norm if it has one, unless the
             configuration's `use_parallel_residual` is false.
         norms_embeddings: the final norm norms embeddings too.
+        norms_rotated: queries and keys are normed after their rotation.
         attention: a layer's attention.
         inputs: the attention's products of queries, keys and values, where these are apart.
         output: the attention's last product.
@@ -99,6 +100,7 @@ class DecoderFamily:
     rotates_pairs: bool = False
     is_parallel: bool = False
     norms_embeddings: bool = False
+    norms_rotated: bool = False
     attention: str = "self_attn"
     inputs: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")
     output: str = "o_proj"

@@ -25,7 +25,6 @@ _AROUND = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layer
 _BEFORE_AND_AFTER = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 _ONE = ("input_layernorm", None, None, None)
 _AFTER = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-_OUTER = ("gemma3", "gemma4")  # models of several media whose text part runs alone on texts
 _CTRL_EPSILON = 1e-6  # of all norms except the final one, whatever the configuration has
 _QUERIES = "queries"  # kind of the angles of queries that have their own
 
@@ -141,9 +140,14 @@ _DENSE = {
     "qwen3": _LLAMA,
     "mimo": _LLAMA,
     "cwm": _PLAIN,
+    "ministral": _PLAIN,
+    "qwen2_vl_text": _PLAIN,
+    "qwen2_5_vl_text": _PLAIN,
+    "qwen3_vl_text": _PLAIN,
     "internlm3": _PLAIN,
     "phi3": _PLAIN,
     "seed_oss": _PLAIN,
+    "hunyuan_v1_dense": DecoderFamily(norms_rotated=True),
     "helium": _PAIRS,
     "iquestcoder": _PLAIN,
     "olmo": replace(_LAYER_NORMS, other_kinds=("clip_qkv",)),
@@ -216,6 +220,12 @@ _DENSE = {
 _MIXTURES = {
     "mixtral": _MIXTRAL,
     "qwen3_moe": _MIXTRAL,
+    "qwen3_vl_moe_text": _MIXTRAL,
+    "mellum": _MIXTRAL,
+    "hunyuan_v1_moe": DecoderFamily(norms_rotated=True, routing=Routing()),
+    "flint": DecoderFamily(
+        encodes_positions=lambda attention: attention.sliding_window is not None, routing=Routing(Scores.SIGMOID)
+    ),
     "olmoe": replace(_MIXTRAL, other_kinds=("clip_qkv",)),
     "dots1": _DEEPSEEK,
     "glm4_moe": _DEEPSEEK,
@@ -302,13 +312,14 @@ FAMILIES = _DENSE | _MIXTURES | _HYBRIDS
 
 
 def family_of(config: Any) -> DecoderFamily | None:
-    """Return the description of a model's family; None if it has none."""
+    """Return the description of a model's family, or of the text part's of several media; None if it has none."""
     text = config.get_text_config()
     family = FAMILIES.get(text.model_type)
-    if family is None or (text is not config and config.model_type not in _OUTER):
+    if family is None:
         return None
     is_other = any(getattr(text, key, None) for key in family.other_kinds) or not family.takes(text)
     is_other |= hasattr(text, "kv_lora_rank") and not latents_pay(text)
+    is_other |= text is not config and family.logit_factor(text) != 1.0  # the model around it has none
     if is_other or not family.function(text):
         return None
     return family

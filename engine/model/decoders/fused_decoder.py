@@ -337,12 +337,12 @@ class FusedDecoder:
         value = qkv[:, num_rotated:] if own_values is None else own_values.view(num_rows, num_keys, -1)  # [T, H, D]
         if layer.value_factor != 1.0:
             value = value * layer.value_factor
-        if layer.head_norm is not None and self._norms_projections:
-            qkv = self._rows.norm_projections(qkv, (self._num_heads, layer.num_kv_heads), layer.head_norm)
-        elif layer.head_norm is not None and not self._norms_values:
-            qkv = self._rows.norm_heads(qkv, num_rotated, layer.head_norm)
+        if not self._family.norms_rotated:
+            qkv = self._normed_heads(layer, qkv, num_rotated)
         if layer.tables is not None:
             qkv = self._rotated(qkv, num_rotated, *(shared.angles[table] for table in layer.tables))
+        if self._family.norms_rotated:
+            qkv = self._normed_heads(layer, qkv, num_rotated)
         # [1, heads, T, D]
         query, key, value = (heads.transpose(0, 1)[None] for heads in (*self._split(qkv, num_rotated), value))
         if layer.stores_kv:
@@ -352,6 +352,14 @@ class FusedDecoder:
         if self._gates_attention:
             attended = self._rows.gate(gates.reshape(num_rows, -1), Gate.LOGISTIC, attended)
         return attended
+
+    def _normed_heads(self, layer: DecoderLayer, heads: Tensor, num_rotated: int) -> Tensor:
+        """The queries and keys of each row, normed where the layer does so and values are not normed with them."""
+        if layer.head_norm is None or self._norms_values:
+            return heads
+        if self._norms_projections:
+            return self._rows.norm_projections(heads, (self._num_heads, layer.num_kv_heads), layer.head_norm)
+        return self._rows.norm_heads(heads, num_rotated, layer.head_norm)
 
     def _rotated(self, heads: Tensor, num_rotated: int, of_keys: Tensor, of_queries: Tensor) -> Tensor:
         """The queries and keys of each row, [T, num_rotated, D], rotated by their angles."""
@@ -380,6 +388,7 @@ class FusedDecoder:
             num_heads=self._num_heads,
             norms_values=self._norms_values,
             norms_projections=self._norms_projections,
+            norms_rotated=self._family.norms_rotated,
             rotates_pairs=self._family.rotates_pairs,
             centers=self._family.centers,
             is_parallel=self._is_parallel,

@@ -140,7 +140,7 @@ class DecoderCall(ctypes.Structure):
     _fields_ = [
         ("layers", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("hidden_size", "num_heads", "norms_values", "norms_projections")),
-        *((name, ctypes.c_int64) for name in ("rotates_pairs", "centers")),
+        *((name, ctypes.c_int64) for name in ("norms_rotated", "rotates_pairs", "centers")),
         *((name, ctypes.c_int64) for name in ("has_norm_biases", "is_parallel", "gates_attention", "activation")),
         *((name, ctypes.c_int64) for name in ("input_function", "is_bf16", "has_bf16_norms", "has_wide_stream")),
         *((name, ctypes.c_float) for name in ("epsilon", "residual_scale")),

@@ -46,9 +46,9 @@ from engine.recurrent.native_mixer import first_products, take_products
 # One product has queries, keys and values.
 _JOINED = ("query_key_value", "qkv_proj", "c_attn")
 _BY_HEADS = "query_key_value"  # of the first head, of the second, and so on
-_HEAD_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
+_HEAD_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
 _INNER_NORMS = ("attn_sub_norm", "ffn_sub_norm")
-_SHARED = ("shared_expert", "shared_experts")  # attributes of a mixture: an MLP that all rows pass
+_SHARED = ("shared_expert", "shared_experts", "shared_mlp")  # attributes of a mixture: an MLP that all rows pass
 # Norms around an MLP next to experts, and around these.
 _NORMS_WITH_EXPERTS = (
     *("pre_feedforward_layernorm", "post_feedforward_layernorm_1"),

@@ -20,7 +20,7 @@ from engine.model.linear.packed_experts import ExpertsCall, PackedExperts, check
 from engine.native.library import kernel
 
 _FACTORS = ("routed_scaling_factor", "router_scaling_factor", "route_scale")  # of weights, in a router
-_PRODUCTS = ("", "gate", "proj")  # of a router: its own weight, or a layer's
+_PRODUCTS = ("", "gate", "proj", "wg")  # of a router: its own weight, or a layer's
 _BIASES = ("e_score_correction_bias", "expert_bias")
 
 Products = tuple[Any, Any]  # a first and a last one

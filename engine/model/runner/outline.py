@@ -99,9 +99,9 @@ def _notes(model: ModelConfig, config: PreTrainedConfig, limit: int) -> list[str
     notes = [f"the longest text has {limit} tokens"] if limit else []
     if warning := unread_warning(config):
         notes.append(warning)
-    folder = _folder(model.path)
+    folder, assumed = _folder(model.path), getattr(text, "eos_token_id", None)
     if folder is not None:
-        ends, unknown = find_end_tokens(folder, text.vocab_size, text.eos_token_id, model.chat_template)
+        ends, unknown = find_end_tokens(folder, text.vocab_size, assumed, model.chat_template)
         notes += [f"end tokens are {list(ends)}"] if ends else []
         notes += [unknown_ends(unknown, text.vocab_size)] if unknown else []
     return notes

@@ -30,7 +30,7 @@ from engine.model.linear.packed_linear import plain_linears
 from engine.model.paged_model import PagedModel
 from engine.sequence.sequence import ZEROS
 from tests.engine.fixtures.hybrids import HYBRIDS
-from tests.engine.model.test_more_families import FAMILIES, sized
+from tests.engine.model.test_more_families import FAMILIES, WITHOUT_HEAD_DIM, sized
 
 NUM_LAYERS = 6
 NUM_ROUNDS = 7
@@ -97,7 +97,8 @@ def config_of(family: str) -> Any:
         shaped: Any = SHAPES[family]()
         shaped.tie_word_embeddings = False
         return shaped
-    own = HYBRIDS[family]() if family in HYBRIDS else AutoConfig.for_model(family)
+    sizes_of_heads = {"head_dim": OURS["head_dim"]} if family in WITHOUT_HEAD_DIM else {}
+    own = HYBRIDS[family]() if family in HYBRIDS else AutoConfig.for_model(family, **sizes_of_heads)
     sizes = dict(OURS)
     if family in WITHOUT_GATES:
         sizes |= dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim"), 6144)

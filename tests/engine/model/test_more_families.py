@@ -21,9 +21,16 @@ from transformers import (
     Gemma3Config,
     Gemma4Config,
     Gemma4TextConfig,
+    GraniteConfig,
+    LlavaNextConfig,
+    Mistral3Config,
     PhiConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2VLConfig,
+    Qwen3VLConfig,
+    Qwen3VLMoeConfig,
 )
 
 from engine.batch.span import Span
@@ -31,8 +38,8 @@ from engine.model.decoders.fused_decoder import FusedDecoder
 from engine.model.decoders.stock_decoder import StockDecoder
 from engine.model.forward_batch import ForwardBatch
 from engine.model.paged_model import PagedModel
+from tests.engine.fixtures.families import EXPERTS, PLAIN, SERVED
 from tests.engine.fixtures.families import GEMMA_4 as E2B
-from tests.engine.fixtures.families import PLAIN, SERVED
 
 DOCS = Path(__file__).parents[3] / "docs" / "checkpoints.md"
 _LISTED = DOCS.read_text(encoding="utf-8").partition("model types, compared")[2].partition("\n\n")[0]
@@ -74,6 +81,13 @@ GEMMA_4 = {
 _EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
 _TINY = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 _IMAGES = {**_TINY, "image_size": 28, "patch_size": 14}
+# Rotary angles for time, height and width, which texts have alike.
+_IN_THREE = PLAIN | {
+    "head_dim": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+}
+_TOWER = {"depth": 1, "hidden_size": 16, "embed_dim": 16, "intermediate_size": 16, "num_heads": 2}
+_TOWER |= {"out_hidden_size": 32, "patch_size": 14, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
 # Configurations of families of the list with parts that the list's own do not have, or within models of several media.
 VARIANTS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gemma4_text with shared keys and inputs of layers": SERVED["gemma4_text"],
@@ -85,6 +99,11 @@ VARIANTS: dict[str, Callable[[], PreTrainedConfig]] = {
         text_config=Gemma4TextConfig(**E2B | {"pad_token_id": 0}), vision_config=_IMAGES, audio_config=None
     ),
     "gemma3": lambda: Gemma3Config(text_config=small_config("gemma3_text"), vision_config=_IMAGES),
+    "mistral3": lambda: Mistral3Config(text_config=small_config("ministral3"), vision_config=_IMAGES),
+    "qwen2_vl": lambda: Qwen2VLConfig(text_config=_IN_THREE, vision_config=_TOWER | {"hidden_size": 32}),
+    "qwen2_5_vl": lambda: Qwen2_5_VLConfig(text_config=_IN_THREE, vision_config=_TOWER),
+    "qwen3_vl": lambda: Qwen3VLConfig(text_config=_IN_THREE, vision_config=_TOWER),
+    "qwen3_vl_moe": lambda: Qwen3VLMoeConfig(text_config=_IN_THREE | EXPERTS, vision_config=_TOWER),
     "cohere with norms of heads": lambda: CohereConfig(**PLAIN, use_qk_norm=True),
     "phi with norms of heads": lambda: PhiConfig(**PLAIN, qk_layernorm=True),
     "granite_swa of three thetas": lambda: small_config("granite_swa", layer_rope_theta=[1e4, 0, 100.0, 1e3]),
@@ -92,12 +111,15 @@ VARIANTS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gpt_neox in turn": lambda: small_config("gpt_neox", use_parallel_residual=False),
     "stablelm in parallel": lambda: small_config("stablelm", use_parallel_residual=True),
 }
+WITHOUT_HEAD_DIM = ("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe")  # whose layers need one
 _OPTIONAL = ("head_dim", "q_lora_rank", "sliding_window")  # None stays None
 
 
 def small_config(family: str, **more: object) -> PreTrainedConfig:
     if family == "gemma4_text":
         return AutoConfig.for_model(family, **GEMMA_4)
+    if family in WITHOUT_HEAD_DIM:
+        more["head_dim"] = SIZES["head_dim"]
     return sized(AutoConfig.for_model(family, **more), SIZES)
 
 
@@ -141,6 +163,13 @@ def test_logits_of_more_configurations_are_the_stock_models(variant: str) -> Non
 def test_a_model_of_a_described_family_with_other_parts_goes_module_by_module() -> None:
     """As OPT-350m, whose norms follow the sums."""
     compare(random_model(small_config("opt", do_layer_norm_before=False)), StockDecoder)
+
+
+def test_a_model_around_a_text_part_that_multiplies_its_logits_goes_module_by_module() -> None:
+    """As LLaVA-NeXT around Granite, which does not multiply them."""
+    text = GraniteConfig(**PLAIN, logits_scaling=4.0)
+    vision = {**_IMAGES, "model_type": "clip_vision_model"}
+    compare(random_model(LlavaNextConfig(text_config=text, vision_config=vision)), StockDecoder)
 
 
 @pytest.mark.parametrize("family", ["gemma4_text", "cohere2"])

@@ -31,6 +31,7 @@ from transformers import (
     Exaone4Config,
     ExaoneMoeConfig,
     FlexOlmoConfig,
+    FlintConfig,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
@@ -49,6 +50,8 @@ from transformers import (
     GraniteMoeSWAConfig,
     GraniteSWAConfig,
     HeliumConfig,
+    HunYuanDenseV1Config,
+    HunYuanMoEV1Config,
     HyperCLOVAXConfig,
     HYV3Config,
     IQuestCoderConfig,
@@ -168,6 +171,9 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         attention_k_eq_v=True,
         final_logit_softcapping=5.0,
     ),
+    "flint": FlintConfig(**SIZES, **WINDOWS, **EXPERTS, shared_expert_intermediate_size=64, mlp_only_layers=[0]),
+    "hunyuan_v1_dense": HunYuanDenseV1Config(**SIZES),
+    "hunyuan_v1_moe": HunYuanMoEV1Config(**SIZES, num_experts=4, moe_topk=2),
     "bitnet": BitNetConfig(**SIZES_OF_TWO_HEADS),
     "ernie4_5": Ernie4_5Config(**SIZES_OF_TWO_HEADS),
     "glm": GlmConfig(**{**SIZES, "head_dim": 64}, rope_parameters=HALF_ROTATED, attention_bias=True),
@@ -284,7 +290,7 @@ WITH_PARTS_OF_THEIR_OWN += ("minicpm3", "youtu", "youtu_plain", "deepseek_v2", "
 WITH_PARTS_OF_THEIR_OWN += ("glm4_moe_lite", "axk1", "granite_swa", "granitemoe_swa")
 WITH_PARTS_OF_THEIR_OWN += ("mimo_v2_flash", "gpt2", "gpt_bigcode", "gpt_bigcode_by_heads", "biogpt", "ctrl", "opt")
 WITH_PARTS_OF_THEIR_OWN += ("nemotron", "apertus", "nanochat", "ministral3", "afmoe", "cohere_normed", "phi_normed")
-WITH_PARTS_OF_THEIR_OWN += ("bitnet",)
+WITH_PARTS_OF_THEIR_OWN += ("bitnet", "hunyuan_v1_dense", "hunyuan_v1_moe", "flint")
 TEXT = torch.randint(3, 96, (240,), generator=torch.Generator().manual_seed(1)).tolist()
 FIRST_TABLE, SECOND_TABLE = list(range(20, 0, -1)), [21, 22]
 BEGINNING = [Span(TEXT[:150], 0, FIRST_TABLE, 1)]  # more rows than the MLP takes at a time
