@@ -142,8 +142,11 @@ def unread_parts(messages: list[ChatMessageFields]) -> list[int]:
 
 
 def _check_tools_and_constraint(use: ToolUse, constraint: Constraint) -> None:
-    """Raise for a constraint that contradicts calls; an answer in JSON may replace an optional call."""
-    if use.is_required:
+    """Raise for a constraint that contradicts calls; an answer in JSON may replace an optional call.
+
+    `response_format` is of texts, and required calls have none: instructor sends both.
+    """
+    if use.is_required and constraint.param != "response_format":
         raise RequestError(
             f"tool_choice requires a call, and {constraint.param} asks for another output; send one of them.",
             param=constraint.param,

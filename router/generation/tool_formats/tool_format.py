@@ -145,7 +145,7 @@ class ToolFormat:
     def grammar(self, use: ToolUse, answer: Grammar | None) -> Grammar | None:
         """Return the grammar of the output: calls alone where one is required, or else a text, with or without calls.
 
-        `answer` constrains that text; None leaves it free. None where nothing is constrained.
+        `answer` constrains that text, if there may be one; None leaves it free. None where nothing is constrained.
         """
         is_strict = any(function.strict for function in use.callable_) or len(use.callable_) < len(use.tools)
         if use.is_required:
@@ -157,7 +157,7 @@ class ToolFormat:
         else:
             return None
         rules = [f"start: {start}", *self._call_rules(use)]
-        if answer is not None:
+        if answer is not None and not use.is_required:
             rules.append(f"answer: %json {answer.source}")
         return Grammar(GrammarKind.GRAMMAR, "%llguidance {}\n" + "\n".join(rules) + "\n", "tools")
 

@@ -125,11 +125,6 @@ async def test_the_format_of_the_text_is_a_grammar(client: openai.AsyncOpenAI, b
             "parameter: text.format.name.",
         ),
         ({"text": {"format": {**FORMAT, "schema": 5}}}, "text.format", "text.format is not a JSON schema"),
-        (
-            {"tools": TOOLS, "tool_choice": "required", "text": {"format": FORMAT}},
-            "text.format",
-            "and text.format asks",
-        ),
         ({"tools": [{**TOOLS[0], "name": "a b"}]}, "tools.0.name", "tools.0.name is 'a b'"),
         ({"top_logprobs": 21}, "top_logprobs", "at most 20"),
     ],

@@ -268,6 +268,25 @@ async def test_a_stream_of_calls_adds_up(client: openai.AsyncOpenAI) -> None:
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
+@pytest.mark.parametrize("format_name", ["hermes", "llama"])
+async def test_a_required_call_has_no_text_for_a_response_format(client: openai.AsyncOpenAI) -> None:
+    """Instructor names a function and asks for its arguments as `text.format` too."""
+    schema = {"enum": ["a", "b"]}
+    functions: Any = [{"type": "function", **each["function"]} for each in TOOLS]
+    for seed in range(4):
+        answer = await client.responses.create(
+            model="fake",
+            input="hi",
+            tools=functions,
+            tool_choice={"type": "function", "name": "add"},
+            text={"format": {"type": "json_schema", "name": "x", "schema": schema}},
+            extra_body={"seed": seed},
+        )
+        [call] = answer.output
+        assert (call.type, call.name) == ("function_call", "add")
+        jsonschema.validate(json.loads(call.arguments), SCHEMAS["add"])
+
+
 async def test_an_answer_in_json_may_take_the_place_of_a_call(client: openai.AsyncOpenAI) -> None:
     schema: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["a", "b"]}}}
     seen = set()
