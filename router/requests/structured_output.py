@@ -105,7 +105,10 @@ class Constraint:
 
 
 class Constraints(Body):
-    """The fields that constrain an output; at most one may be set."""
+    """The fields that constrain an output; at most one may be set, or several with the same value.
+
+    Guidance's client sends a grammar by vLLM's older and newer name.
+    """
 
     response_format: ResponseFormat | None = None
     guided_json: Any = None  # a JSON schema, as an object or as its text
@@ -117,10 +120,12 @@ class Constraints(Body):
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Constraints:
-        params = [each.param for each in self._constraints()]
-        if len(params) > 1:
+        found = self._constraints()
+        others = [each for each in found if (each.kind, each.value) != (found[0].kind, found[0].value)]
+        if others:
             raise RequestError(
-                f"{params[0]} and {params[1]} both constrain the output; send one of them.", param=params[1]
+                f"{found[0].param} and {others[0].param} both constrain the output; send one of them.",
+                param=others[0].param,
             )
         return self
 

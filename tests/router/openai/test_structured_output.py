@@ -127,6 +127,7 @@ async def test_json_object_is_an_object(client: openai.AsyncOpenAI) -> None:
         ({"structured_outputs": {"choice": ["u", "v"]}}, "u|v"),
         ({"structured_outputs": {"json": {"type": "boolean"}}}, "true|false"),
         ({"structured_outputs": {"grammar": 'root ::= "x" | "yz"'}}, "x|yz"),
+        ({"guided_regex": "[ab]{2}", "structured_outputs": {"regex": "[ab]{2}"}}, "[ab]{2}"),
     ],
 )
 async def test_every_constraint_holds_in_both_endpoints(
@@ -155,6 +156,8 @@ async def test_every_constraint_holds_in_both_endpoints(
             "minProperties 2 and allows any keys",
         ),
         ({"guided_regex": "a", "min_tokens": 2}, "min_tokens", "min_tokens is 2"),
+        ({"guided_regex": "a", "structured_outputs": {"regex": "b"}}, "structured_outputs.regex", "both constrain"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "both constrain"),
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "end tokens"),
     ],
 )
