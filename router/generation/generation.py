@@ -239,6 +239,11 @@ class Generation:
             return None
         return self._receipt.signed(id=self.id, created=self.created_s, model=self.model_id)
 
+    @property
+    def fills_context(self) -> bool:
+        """True if the context ends the answer before the client's own limit."""
+        return self._requests[0].sampling.max_tokens != self._params.max_tokens
+
     def prompt_token_ids(self, index: int) -> tuple[int, ...]:
         """Return the prompt of a choice."""
         return tuple(self._requests[index].prompt_token_ids)

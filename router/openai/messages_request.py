@@ -215,7 +215,7 @@ class MessagesWriter(NamedEventWriter):
     def last_chunks(self) -> Iterable[dict[str, Any]]:
         yield from self._stop()
         if self._last is not None:
-            yield _event("message_delta", delta=_ending(self._last), usage=self._usage(), **self._signed())
+            yield _event("message_delta", delta=self._ending(self._last), usage=self._usage(), **self._signed())
         yield _event("message_stop")
 
     def error_event(self, error: ServingError) -> bytes:
@@ -228,11 +228,19 @@ class MessagesWriter(NamedEventWriter):
             "role": "assistant",
             "model": self._generation.model_id,
             "content": content,
-            **_ending(last),
+            **self._ending(last),
             "usage": self._usage(),
             **self._mark(),
             **(self._signed() if last is not None else {}),
         }
+
+    def _ending(self, last: Delta | None) -> dict[str, Any]:
+        if last is None or last.finish_reason is None:
+            return {"stop_reason": None, "stop_sequence": None}
+        reason = "stop_sequence" if last.stop_string is not None else _REASONS[last.finish_reason]
+        if last.finish_reason is FinishReason.LENGTH and self._generation.fills_context:
+            reason = "model_context_window_exceeded"  # a higher max_tokens would change nothing
+        return {"stop_reason": reason, "stop_sequence": last.stop_string}
 
     def _usage(self) -> dict[str, int]:
         """Return the counts so far; as in Anthropic's API, cached tokens of the prompt are counted apart."""
@@ -266,13 +274,6 @@ class MessagesWriter(NamedEventWriter):
             yield self._delta({"type": "signature_delta", "signature": ""})
         self._open = None
         yield _event("content_block_stop", index=self._rank)
-
-
-def _ending(last: Delta | None) -> dict[str, Any]:
-    if last is None or last.finish_reason is None:
-        return {"stop_reason": None, "stop_sequence": None}
-    reason = "stop_sequence" if last.stop_string is not None else _REASONS[last.finish_reason]
-    return {"stop_reason": reason, "stop_sequence": last.stop_string}
 
 
 def _input(arguments: str) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def ending(path: str, answer: dict[str, Any]) -> str:
     return str(answer["stop_reason"] if path == "/v1/messages" else answer["choices"][0]["finish_reason"])
 
 
-ENDINGS = {"/v1/responses": "max_output_tokens", "/v1/messages": "max_tokens"}
+ENDINGS = {"/v1/responses": "max_output_tokens", "/v1/messages": "model_context_window_exceeded"}
 
 
 @pytest.mark.parametrize("path", LIMITS)
