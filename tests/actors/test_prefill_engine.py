@@ -310,6 +310,6 @@ async def test_an_order_that_is_given_up_leaves_an_idle_engine_and_every_block_f
     core.blocks.check_integrity([])
     assert core.blocks.num_free_blocks == core.blocks.num_blocks
     assert not engine._events
-    assert not engine._exporter._watched
+    assert not engine._exporter._next_blocks
     assert core.stats().times.num_steps < 6
     assert [type(reply) for reply in await replies_of(engine)][-1] is FetchEnd
