@@ -104,19 +104,23 @@ def _one_by_one(chunk: TokenChunk) -> Iterator[TokenChunk]:
 
 def echo_delta(index: int, request: GenerateRequest, params: GenerateParams, tokenizer: Tokenizer) -> Delta:
     """Return the prompt as the first delta of the answer."""
-    detokenizer = make_detokenizer(tokenizer, (), skip_special_tokens=True)
+    prompt = params.prompts[index // params.num_choices_per_prompt]
+    sent = prompt.text if len(prompt.token_ids) == len(request.prompt_token_ids) else ""
+    is_skipping = params.fields.skip_special_tokens is not False
+    detokenizer = make_detokenizer(tokenizer, (), skip_special_tokens=is_skipping)
     offsets, pieces = [], [""]
     num_characters = 0
     for token_id in request.prompt_token_ids:
         offsets.append(num_characters)
         pieces.append(detokenizer.push(token_id))
+        if sent and tokenizer.is_special(token_id):  # the client's text has its name, or the tokenizer has added it
+            name = tokenizer.token_text(token_id)
+            pieces[-1] = name if sent.startswith(name, num_characters) else ""
         num_characters += len(pieces[-1])
     decoded = "".join(pieces) + detokenizer.flush()
-    prompt = params.prompts[index // params.num_choices_per_prompt]
-    is_whole = len(prompt.token_ids) == len(request.prompt_token_ids)
     return Delta(
         index=index,
-        text=(prompt.text if is_whole else None) or decoded,
+        text=sent or decoded,
         token_ids=request.prompt_token_ids,
         text_offsets=tuple(offsets) if params.num_logprobs is not None else (),
         sources=(TokenSource.PROMPT.value,) * len(offsets) if params.fields.return_token_sources else (),

@@ -132,6 +132,26 @@ async def test_the_echo_of_a_prompt_that_was_cut_is_what_was_read(lenient_client
     assert answer.choices[0].logprobs.text_offset == [0, 1, 2]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "is_skipping", "text", "offsets"),
+    [
+        ("<|end|>ab", True, "<|end|>ab", [0, 7, 8]),
+        ("<|end|>ab", False, "<|end|>ab", [0, 7, 8]),
+        ([0, *ids("ab")], True, "ab", [0, 0, 1]),
+        ([0, *ids("ab")], False, "<|end|>ab", [0, 7, 8]),
+    ],
+)
+async def test_offsets_of_an_echo_are_places_in_its_text(
+    lenient_client: openai.AsyncOpenAI, prompt: str | list[int], is_skipping: bool, text: str, offsets: list[int]
+) -> None:
+    shown = {"skip_special_tokens": is_skipping}
+    answer = await lenient_client.completions.create(
+        model="fake", prompt=prompt, max_tokens=1, echo=True, logprobs=0, extra_body=shown
+    )
+    assert answer.choices[0].text == text + "c"
+    assert answer.choices[0].logprobs.text_offset == [*offsets, len(text)]
+
+
 async def test_max_tokens_0_with_echo_scores_the_prompt_alone(lenient_client: openai.AsyncOpenAI) -> None:
     answer = await lenient_client.completions.create(model="fake", prompt="abc", max_tokens=0, echo=True, logprobs=0)
     assert answer.choices[0].text == "abc"
