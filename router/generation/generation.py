@@ -339,4 +339,4 @@ class Generation:
             return self._make_reader(self._tokenizer.decode(prompt, skip_special_tokens=False), schemas)
         if self._tool_format is None or not schemas:
             return None
-        return ToolCallParser(self._tool_format, schemas)
+        return ToolCallParser(self._tool_format, schemas, has_calls_alone=self._params.has_calls_alone)

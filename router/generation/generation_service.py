@@ -192,6 +192,7 @@ class GenerationService:
                 grammar=await self._chat_grammar(body, thinking),
                 thinking=thinking,
                 tool_schemas={function.name: function.schema_ for function in use.callable_} if use else {},
+                has_calls_alone=use is not None and use.is_required,
                 prediction_token_ids=await self._prediction(body),
             )
         )

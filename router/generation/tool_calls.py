@@ -30,8 +30,13 @@ class ToolCallParser:
     or an unknown function stays content.
     """
 
-    def __init__(self, format_: ToolFormat, tools: Mapping[str, object]) -> None:
-        """`tools` are the schemas of the arguments by the functions' names."""
+    def __init__(self, format_: ToolFormat, tools: Mapping[str, object], *, has_calls_alone: bool = False) -> None:
+        """`tools` are the schemas of the arguments by the functions' names.
+
+        With `has_calls_alone` a grammar allows no content: other text is the beginning of a call that the end cut off,
+        and is dropped.
+        """
+        self._has_calls_alone = has_calls_alone
         self._format = format_
         self._tools = tools
         self._body: BodyReader | None = None
@@ -192,6 +197,8 @@ class ToolCallParser:
 
     def _content(self, text: str) -> Gain:
         """Return text as content, without white space around calls."""
+        if self._has_calls_alone:
+            return _NOTHING
         if self._num_calls and not self._has_content:
             text = text.lstrip()
         self._has_content |= bool(text)

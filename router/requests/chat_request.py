@@ -30,14 +30,6 @@ _CHOICE_SCHEMA = {"anyOf": [{"enum": ["none", "auto", "required", None]}, {"type
 Messages = Annotated[list[ChatMessageFields], Field(min_length=1, max_length=MAX_PARTS)]
 
 
-class UnreadPartError(RequestError):
-    """The last turn has an unsupported part. `rank` is the index of its message."""
-
-    def __init__(self, message: str, rank: int) -> None:
-        super().__init__(message, param="messages")
-        self.rank = rank
-
-
 class ChatPromptFields(Body):
     """The fields of a chat that its prompt is made of."""
 
@@ -133,7 +125,9 @@ def check_what_is_asked(messages: list[ChatMessageFields]) -> None:
             raise RequestError(f"a message of role {message.role!r} has no content.", param="messages")
         if message.unread:
             place, kind = message.unread[0]
-            raise UnreadPartError(f"content[{place}] is of type {kind!r}; this model reads text only.", rank)
+            name = f"messages.{rank}.content.{place}"
+            fault = "has no text" if kind.endswith("text") else f"is of type {kind!r}; this model reads text only"
+            raise RequestError(f"{name} {fault}.", param=name)
 
 
 def unread_parts(messages: list[ChatMessageFields]) -> list[int]:
@@ -228,8 +222,8 @@ class ForeignChat:
             return ChatCompletionRequest.model_validate_json(json.dumps({**given, "messages": self.messages}))
         except ValidationError as error:
             raise self._of_message(as_request_error(error, ChatCompletionRequest)) from None
-        except UnreadPartError as error:
-            raise RequestError(error.message, param=self.names[error.rank]) from None
+        except RequestError as error:
+            raise self._of_message(error) from None
 
     def _of_message(self, error: RequestError) -> RequestError:
         """Return an error about a message with the client's name of it."""

@@ -46,6 +46,7 @@ class GenerateParams:
     grammar: Grammar | None = None
     thinking: Thinking | None = None
     tool_schemas: Mapping[str, object] = field(default_factory=dict)  # of tools whose calls the answer may hold
+    has_calls_alone: bool = False  # the answer may hold nothing else
     prediction_token_ids: tuple[int, ...] = ()
 
     @property

@@ -138,12 +138,38 @@ async def test_a_note_stands_in_for_a_picture_of_before(
 @pytest.mark.parametrize(
     ("path", "body", "param", "kind"),
     [
-        ("/v1/chat/completions", {"messages": [HI, {"role": "user", "content": [IMAGE]}]}, "messages", "image_url"),
-        ("/v1/chat/completions", {"messages": [{"role": "system", "content": [IMAGE]}, HI]}, "messages", "image_url"),
-        ("/v1/responses", {"input": [HI, {"role": "user", "content": [INPUT_IMAGE]}]}, "input[1]", "input_image"),
+        (
+            "/v1/chat/completions",
+            {"messages": [HI, {"role": "user", "content": [IMAGE]}]},
+            "messages.1.content.0",
+            "image_url",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "system", "content": [IMAGE]}, HI]},
+            "messages.0.content.0",
+            "image_url",
+        ),
+        (
+            "/v1/responses",
+            {"input": [HI, {"role": "user", "content": [INPUT_IMAGE]}]},
+            "input[1].content.0",
+            "input_image",
+        ),
         ("/v1/messages", {"max_tokens": 3, "messages": [{"role": "user", "content": [BLOCK]}]}, None, "'image'"),
-        ("/v1/messages", {"max_tokens": 3, "system": [BLOCK], "messages": [HI]}, None, "'image'"),
-        ("/tokenize", {"messages": [{"role": "user", "content": [IMAGE]}]}, "messages", "image_url"),
+        (
+            "/v1/messages",
+            {"max_tokens": 3, "system": [BLOCK], "messages": [HI]},
+            None,
+            "system.content.0 is of type 'image'",
+        ),
+        (
+            "/tokenize",
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages.0.content.0",
+            "has no text",
+        ),
+        ("/tokenize", {"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0", "image_url"),
     ],
 )
 async def test_a_picture_in_what_is_asked_is_refused_by_name(

@@ -109,7 +109,7 @@ async def test_the_format_of_the_text_is_a_grammar(client: openai.AsyncOpenAI, b
         ({"conversation": "conv_1"}, "conversation", "keeps none"),
         ({"background": True}, "background", "keeps none"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "item_reference"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0]", "input_image"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content.0", "input_image"),
         ({"input": 5}, "input", "list of items"),
         ({"text": {"format": {"type": "xml"}}}, "text.format", "json_schema"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "sub"}}, "tool_choice.function.name", "'sub'"),

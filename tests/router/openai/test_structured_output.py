@@ -272,6 +272,16 @@ async def test_a_stream_of_calls_adds_up(client: openai.AsyncOpenAI) -> None:
 
 
 @pytest.mark.parametrize("format_name", ["hermes", "llama"])
+async def test_a_required_call_that_the_limit_cuts_is_no_content(client: openai.AsyncOpenAI) -> None:
+    for max_tokens in (1, 4, 9, 16):
+        answer = await client.chat.completions.create(
+            model="fake", messages=USER, tools=TOOLS, tool_choice="required", seed=3, max_tokens=max_tokens
+        )
+        assert not answer.choices[0].message.content
+        assert answer.choices[0].finish_reason == "length" or answer.choices[0].message.tool_calls
+
+
+@pytest.mark.parametrize("format_name", ["hermes", "llama"])
 async def test_a_required_call_has_no_text_for_a_response_format(client: openai.AsyncOpenAI) -> None:
     """Instructor names a function and asks for its arguments as `text.format` too."""
     schema = {"enum": ["a", "b"]}
