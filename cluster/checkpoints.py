@@ -12,10 +12,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from cluster.config import DeployConfig
-from engine.config import ModelDtype, Quantization
-from engine.model.checkpoint.end_tokens import find_end_tokens, refuse_tokens_without_rows
+from engine.config import ModelDtype, Quantization, SamplingSource
+from engine.model.checkpoint.end_tokens import find_end_tokens, read_generation_config, refuse_tokens_without_rows
 from engine.model.checkpoint.gguf_header import read_gguf_header
 from engine.model.checkpoint.hub import cached_folder, find_model, require_model, require_repository
+from engine.model.checkpoint.sampling_defaults import defaults_of
 from engine.model.checkpoint.scheme import WeightFormat, scheme_of
 from engine.model.checkpoint.stored_weights import refuse_unscaled, stored_weights
 from engine.model.checkpoint.weight_files import (
@@ -88,8 +89,10 @@ def check_models(config: DeployConfig) -> list[str]:
     notes = [f"{path!r} is no folder here, so it is taken as a Hub id" for path in hub_models(config)]
     target = Path(resolve_model_path(config.target.path))
     if target.is_dir():
-        # Weights, end tokens, vocabulary and template of the target.
+        # Weights, sampling defaults, end tokens, vocabulary and template of the target.
         _check_weights(target)
+        if config.target.generation_config is SamplingSource.AUTO:
+            defaults_of(read_generation_config(target))
         template = config.ingress.chat_template_text
         notes += [*_end_notes(config.model_id, target, template), *_vocabulary_notes(target, template)]
         if load_tokenizer_files(str(target), template).chat_template is None:

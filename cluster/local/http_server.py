@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from ipaddress import ip_network
+from types import FrameType
 from typing import Any
 
 import httptools
@@ -260,6 +261,11 @@ class _Newcomer(asyncio.Protocol):
         protocol.connection_made(secured)
 
 
+def _is_no_cancellation(record: logging.LogRecord) -> bool:
+    """False for the traceback that uvicorn logs of each request which a stop ends."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
+
+
 class HttpServer(uvicorn.Server):
     """A server that stops at SIGINT or SIGTERM, at once after a second one, and keeps the exit status.
 
@@ -273,6 +279,7 @@ class HttpServer(uvicorn.Server):
     def __init__(self, app: Any, host: str, port: int, places: Places, tls: tuple[str | None, str | None]) -> None:
         self._places = places
         self._host, self._port = host, port
+        logging.getLogger("uvicorn.error").addFilter(_is_no_cancellation)
         certificate, client_ca = tls
         verify = ssl.CERT_NONE if client_ca is None else ssl.CERT_REQUIRED
         super().__init__(
@@ -282,6 +289,7 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 log_level="error",  # without its line for each connection that sends no HTTP
                 ws="none",
+                lifespan="off",
                 timeout_graceful_shutdown=DRAIN_S,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 ssl_certfile=certificate,
@@ -326,6 +334,11 @@ class HttpServer(uvicorn.Server):
     def _newcomer(self) -> asyncio.Protocol:
         make = partial(_Protocol, self.config, self.server_state, self.lifespan.state)
         return _Newcomer(self._places, make, self.config.ssl)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop after the running requests, and at a second signal at once."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -6,7 +6,6 @@ Past the limit a token's distribution would depend on the batch.
 from __future__ import annotations
 
 import logging
-import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,19 +15,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.config import SamplingSource
 from engine.model.checkpoint.end_tokens import find_end_tokens
+from engine.model.checkpoint.sampling_defaults import RANGES, defaults_of
 from protos.errors import ConfigError
 from protos.messages import SamplingDefaults
 
 logger = logging.getLogger(__name__)
 
-# The ranges that requests must keep for the same parameters.
-_RANGES = {
-    "temperature": (0.0, 2.0),
-    "top_k": (0, math.inf),
-    "top_p": (1e-6, 1.0),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (1e-6, 10.0),
-}
 _SIZES = ("max_position_embeddings", "n_positions")
 _OTHER_SIZES = ("max_target_positions", "max_seq_len", "max_sequence_length", "model_max_length", "seq_length", "n_ctx")
 _LENGTH = re.compile(r"window|length|position|chunk|max_seq|seq_len|n_ctx|floor_scale|context")
@@ -146,13 +138,4 @@ def sampling_defaults(model: PreTrainedModel, source: SamplingSource) -> Samplin
     """
     if source == SamplingSource.NONE or model.generation_config is None:
         return SamplingDefaults()
-    stated = {name: getattr(model.generation_config, name, None) for name in _RANGES}
-    chosen = {name: value for name, value in stated.items() if value is not None}
-    for name, value in chosen.items():
-        low, high = _RANGES[name]
-        if not isinstance(value, int | float) or not low <= value <= high:
-            raise ConfigError(
-                f"the model's generation_config.json has {name} {value!r}; it must be in [{low:g}, {high:g}]. Fix the "
-                "file, or set target.generation_config to none"
-            )
-    return SamplingDefaults(**chosen)
+    return defaults_of({name: getattr(model.generation_config, name, None) for name in RANGES})

@@ -152,9 +152,14 @@ def _serve_in_process(file: DeployFile, view: LoadingView) -> None:
     try:
         serve_in_process(file, on_ready)
     except (KeyboardInterrupt, SystemExit) as end:
-        # The thread that loads a model cannot be stopped, and torch would abort if Python ended below it.
-        atexit.register(os._exit, 130 if isinstance(end, KeyboardInterrupt) else 143)
+        _end_at_once(130 if isinstance(end, KeyboardInterrupt) else 143)
         raise
+    _end_at_once(0)
+
+
+def _end_at_once(status: int) -> None:
+    """Skip Python's own end at the exit: below a thread that loads a model or computes, torch would abort."""
+    atexit.register(os._exit, status)
 
 
 class Interrupt:

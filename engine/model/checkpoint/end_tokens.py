@@ -49,7 +49,7 @@ def find_end_tokens(
 
 def _stated(folder: Path, tokenizer: Tokenizer | None, template: str | None) -> Iterator[int]:
     for name, content in (
-        ("generation_config.json", _read_generation_config(folder)),
+        ("generation_config.json", read_generation_config(folder)),
         ("config.json", _read_json(folder / "config.json")),
     ):
         for part in (content, *(content.get(part) for part in _PARTS)):
@@ -170,8 +170,12 @@ def _read_tokenizer_config(folder: Path) -> dict[str, Any]:
     return _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
 
 
-def _read_generation_config(folder: Path) -> dict[str, Any]:
-    """Return the mapping in generation_config.json; transformers ignores a file that it cannot read."""
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """Return the mapping in generation_config.json, empty without the file; transformers ignores an unreadable one.
+
+    Raises:
+        ConfigError: the file holds no mapping.
+    """
     file = folder / "generation_config.json"
     content = _read_json(file)
     if not content and file.is_file() and b"".join(file.read_bytes().split()) != b"{}":

@@ -86,3 +86,12 @@ def test_a_model_without_an_end_token_is_noted(folder: Path):
     assert any(note.startswith("'m' names no end token: texts end at max_tokens") for note in check_models(config))
     (folder / "generation_config.json").write_text('{"eos_token_id": [7]}')
     assert not any("end token" in note for note in check_models(config))
+
+
+def test_sampling_defaults_that_no_start_accepts_are_refused_unless_they_are_ignored(folder: Path):
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "generation_config.json").write_text('{"temperature": -1}')
+    target = {"path": str(folder)}
+    with pytest.raises(ConfigError, match=r"generation_config.json has temperature -1; it must be in \[0, 2\]"):
+        check_models(parse_config({"model_id": "m", "target": target}))
+    check_models(parse_config({"model_id": "m", "target": {**target, "generation_config": "none"}}))

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
-from cluster.local.serve_environment import free_port
+from cluster.local.serve_environment import free_port, is_free
 
 pytestmark = pytest.mark.timeout(200)
 ROOT = Path(__file__).parents[3]
@@ -68,6 +69,24 @@ def test_a_server_stops_while_it_loads_its_models(tmp_path: Path, number: int, s
         _, errors = process.communicate(timeout=60)
         assert (process.returncode, errors) == (status, "")
     assert not [*(tmp_path / "t").iterdir()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_cuts_the_streams_and_ends_the_server_in_order(tmp_path: Path, number: int) -> None:
+    port = free_port()
+    request = {"prompt": "def", "max_tokens": 8000, "n": 8, "ignore_eos": True, "stream": True}
+    with running(tmp_path, "serve", "demo", "--no-ray", "--port", str(port), "--grpc-port", "0") as process:
+        wait_for(process, lambda: not is_free("127.0.0.1", port))
+        with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=request, timeout=60) as answer:
+            parts = answer.iter_bytes()
+            assert next(parts).startswith(b"data: {")
+            process.send_signal(number)
+            time.sleep(0.5)  # a server that drains
+            assert process.poll() is None
+            process.send_signal(number)
+            _, errors = process.communicate(timeout=20)
+        assert process.returncode == 0, errors
+        assert "Traceback" not in errors
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
