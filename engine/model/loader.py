@@ -62,6 +62,7 @@ register_mimo()
 for _names in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES):
     for _type, _class in _names.items():
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(_type, _class)
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["gemma3n"] = "Gemma3nForCausalLM"  # the rest needs the library timm
 
 
 def load_model(
@@ -240,11 +241,11 @@ def _load_unread(path: str, folder: Path, config: PreTrainedConfig, scheme: Sche
     for section in SECTIONS:
         if hasattr(config, section):
             delattr(config, section)
-    config.name_or_path = path
     with torch.device("meta"):
-        kind = type(AutoModelForCausalLM.from_config(config))
+        outline = AutoModelForCausalLM.from_config(config)
+    outline.config.name_or_path = path  # the text part's configuration, where the class takes that
     with storing_experts():
-        model, info = kind.from_pretrained(None, config=config, state_dict=weights, **_options(dtype))
+        model, info = type(outline).from_pretrained(None, config=outline.config, state_dict=weights, **_options(dtype))
     model.name_or_path = path
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)

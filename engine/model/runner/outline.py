@@ -155,7 +155,7 @@ def _outline(path: str, config: PreTrainedConfig) -> PreTrainedModel | None:
         # Compare them with the files' headers, without loading data.
         loaded: Any = type(model).from_pretrained(
             folder,
-            config=config,
+            config=model.config,
             device_map="meta",
             attn_implementation="eager",
             use_safetensors=True,
