@@ -168,10 +168,10 @@ class ThoughtReader:
 class Trimmed:
     """A text that grows, without the white space around it: what may turn out to be its end is held back."""
 
-    def __init__(self, label: str = "") -> None:
-        """`label` is left out where the text begins with it."""
-        self._label = label
-        self._has_begun = False
+    def __init__(self, label: str = "", *, has_begun: bool = False) -> None:
+        """`label` is left out where the text begins with it; a text that `has_begun` elsewhere has neither."""
+        self._label = "" if has_begun else label
+        self._has_begun = has_begun
         self._held = ""
 
     def push(self, piece: str) -> str:
@@ -216,8 +216,10 @@ class ChoiceText:
         self._detokenizer = new_detokenizer(tokenizer, request.prompt_token_ids)
         self._thoughts = _new_reader(thinking, tokenizer) if thinking else None
         self._shows_thoughts = thinking is not None and thinking.is_shown
-        self._thought = Trimmed(thinking.format.label if thinking else "")
-        self._awaits_text = thinking is not None  # white space around a thought is not shown
+        is_continued = thinking is not None and thinking.is_continued
+        self._thought = Trimmed(thinking.format.label if thinking else "", has_begun=is_continued)
+        # White space around a thought is not shown.
+        self._awaits_text = self._thoughts is not None and (self._thoughts.is_thinking or not is_continued)
         self._stop_strings = StopStrings(stop_strings) if stop_strings else None
         self._includes_stop = includes_stop
         self.stop_string: str | None = None  # the stop string that ended the text

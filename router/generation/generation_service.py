@@ -178,6 +178,7 @@ class GenerationService:
             self.files.tokenizer,
             is_shown=body.include_reasoning is not False,
             has_tools=use is not None,
+            continued=(body.messages[-1].content or "") if body.continue_final_message else None,
         )
         # The grammar depends on both, since it begins after the thought.
         return await self._start(

@@ -60,7 +60,7 @@ class Thinking:
     """The thought at the beginning of an answer: open already, since the prompt began it, or perhaps to come.
 
     `head_ids` are the prompt's part of the answer's first message, if the form has messages; `has_tools` is true if a
-    message may be a call.
+    message may be a call. `is_continued`: the prompt ends inside a thought or an answer, whose white space counts.
     """
 
     format: ReasoningFormat
@@ -68,6 +68,7 @@ class Thinking:
     is_shown: bool = True
     head_ids: tuple[int, ...] = ()
     has_tools: bool = False
+    is_continued: bool = False
 
     @property
     def mark(self) -> Thought | None:
@@ -84,13 +85,22 @@ def thinking_after(
     *,
     is_shown: bool,
     has_tools: bool = False,
+    continued: str | None = None,
 ) -> Thinking | None:
-    """Return the thought that may come after a prompt; None where none can, or the prompt has ended it."""
+    """Return the thought that may come after a prompt; None where none can, or the prompt has ended it.
+
+    `continued` is the answer so far if the prompt ends with it.
+    """
     if format_ is None:
         return None
     if format_.name == HARMONY:
         head_ids = _last_message(prompt_token_ids, tokenizer.token_id("<|start|>"))
-        return Thinking(format_, format_.end_id not in head_ids, is_shown, head_ids, has_tools)
+        is_open = format_.end_id not in head_ids
+        return Thinking(format_, is_open, is_shown, head_ids, has_tools, is_continued=continued is not None)
+    if continued is not None:
+        begin, end = MARKS[format_.name][:2]
+        is_open = begin in continued and end not in continued.rpartition(begin)[2]
+        return Thinking(format_, is_open, is_shown, is_continued=True) if is_open else None
     last = next((each for each in reversed(prompt_token_ids) if tokenizer.token_text(each).strip()), None)
     return None if last == format_.end_id else Thinking(format_, last == format_.begin_id, is_shown)
 

@@ -110,6 +110,25 @@ async def test_the_prompt_says_whether_a_thought_is_open(
     assert (message.get("reasoning"), message["content"]) == (reasoning, content)
 
 
+@pytest.mark.parametrize(
+    ("begun", "said", "reasoning", "content"),
+    [
+        ("It is", " 42 é", None, " 42 é"),
+        ("<think>Let me", f" see.\n</think>{ANSWER}", " see.", "Yes: 42 é"),
+        ("<think>So.</think>\n\nIt is", " 42 é", None, " 42 é"),
+    ],
+)
+async def test_an_answer_is_continued_in_its_thought_or_behind_it(
+    http: httpx.AsyncClient, backend: FakeBackend, begun: str, said: str, reasoning: str | None, content: str
+) -> None:
+    model_says(backend, said)
+    messages = [USER, {"role": "assistant", "content": begun}]
+    message = (await chat(http, messages=messages, continue_final_message=True))["choices"][0]["message"]
+    assert (message.get("reasoning"), message["content"]) == (reasoning, content)
+    answer = (await http.post("/v1/messages", json={"messages": messages, "max_tokens": 64})).json()
+    assert "".join(block.get("text", "") for block in answer["content"]) == content
+
+
 async def test_thoughts_are_left_out_on_request(http: httpx.AsyncClient, backend: FakeBackend) -> None:
     model_says(backend, f"<think>{THOUGHT}</think>{ANSWER}")
     message = (await chat(http, include_reasoning=False))["choices"][0]["message"]
