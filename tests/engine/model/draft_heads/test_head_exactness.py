@@ -530,14 +530,14 @@ def changed(head: HeadConfig, folder: Path, change: float) -> HeadConfig:
 @pytest.mark.parametrize(
     ("kind", "tree_nodes"),
     [
-        (HeadKind.EAGLE3, None),
+        (HeadKind.EAGLE3, 0),
         (HeadKind.EAGLE3, TREE),
-        (HeadKind.MEDUSA, None),
-        (HeadKind.PEAGLE, None),
+        (HeadKind.MEDUSA, 0),
+        (HeadKind.PEAGLE, 0),
         (HeadKind.DFLASH, TREE),
-        (HeadKind.DSPARK, None),
+        (HeadKind.DSPARK, 0),
         ("dflash2", TREE),
-        ("xpress", None),
+        ("xpress", 0),
     ],
 )
 def test_heads_exchanged_at_any_step_change_no_text_and_read_no_keys_of_each_other(
