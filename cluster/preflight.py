@@ -48,11 +48,8 @@ _CONTEXT_BYTES = GIB  # of a GPU: context, libraries' workspaces, the smallest p
 
 def check_ports(file: DeployFile) -> None:
     """Raise ConfigError for a taken port; the message names the port, its key and the process that holds it."""
-    for host, port, key in (
-        (file.http_host, file.http_port, "http_options"),
-        ("0.0.0.0", file.grpc_port, "grpc_options"),
-    ):
-        if port is not None and not is_free(host, port):
+    for port, key in ((file.http_port, "http_options"), (file.grpc_port, "grpc_options")):
+        if port is not None and not is_free(file.http_host, port):
             raise ConfigError(
                 f"port {port} is taken by {_holder(port)}; stop it, or change {key}.port in deploy.yaml, "
                 "or --port and --grpc-port (an Outrider that runs already stops with Ctrl-C, or with `serve shutdown`)"

@@ -1,10 +1,11 @@
 """The command line: the commands of `outrider`, joined in `__main__.py`, and their output.
 
-It goes to the terminal, without colours if that is a file or a pipe, and to files.
+It goes to the terminal, without colours and in whole lines if that is a file or a pipe, and to files.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -15,7 +16,7 @@ from protos.errors import ConfigError
 
 Number = TypeVar("Number", int, float)
 
-console = Console(highlight=False, soft_wrap=True)
+console = Console(highlight=False, soft_wrap=True, width=None if os.isatty(1) else 1000)  # a table cuts to the width
 _errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 

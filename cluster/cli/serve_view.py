@@ -20,7 +20,7 @@ from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRem
 from rich.progress import Progress as Bars
 
 from cluster.cli.server import API_KEY
-from cluster.deploy_file import LOOPBACK, DeployFile
+from cluster.deploy_file import LOOPBACK, DeployFile, in_url
 from engine.model.checkpoint.progress import FOLDER_VARIABLE, Progress, read_progress
 
 _LINE_PERIOD_S = 5.0
@@ -168,7 +168,7 @@ def invitation(file: DeployFile, logs: str | None = None) -> str:
     lines = [
         f"  page   {address}/",
         f"  HTTP   {address}/v1   (model {file.config.model_id})",
-        *([f"  gRPC   127.0.0.1:{file.grpc_port}   (outrider.v1.Generation)"] if file.grpc_port else []),
+        *([f"  gRPC   {in_url(file.http_host)}:{file.grpc_port}   (outrider.v1.Generation)"] if file.grpc_port else []),
         *([f"  logs   {logs}"] if logs else []),
         "",
         "try:",

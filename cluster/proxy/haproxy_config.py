@@ -1,6 +1,7 @@
 """HAProxy's configuration for untrusted clients, made from Serve's.
 
-haproxy.sh runs this program on the file that Serve has written. It imports constants and the standard library alone.
+haproxy.sh runs this program on the file that Serve has written. It imports constants, errors and the standard library
+alone.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from ipaddress import ip_network
 from pathlib import Path
 
+from protos.errors import ConfigError
 from router.client_limits import (
     MAX_CONNECTIONS_PER_ADDRESS,
     MAX_ENDLESS_CALLS,
@@ -49,14 +52,24 @@ class ProxySettings:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> ProxySettings:
-        """Read the variables that `cluster.local.serve_environment` sets."""
-        limit = environment.get("OUTRIDER_MAX_CONNECTIONS_PER_ADDRESS", str(MAX_CONNECTIONS_PER_ADDRESS))
-        return cls(
-            environment.get("OUTRIDER_TLS_CERTIFICATE", ""),
-            environment.get("OUTRIDER_TLS_CLIENT_CA", ""),
-            int(limit),
-            " ".join(environment.get("OUTRIDER_OPERATOR_ADDRESSES", "").replace(",", " ").split()),
-        )
+        """Read the variables of `cluster.local.serve_environment` and of the operator.
+
+        Raises:
+            ConfigError: the limit is no number, or below 4; or an address is malformed.
+        """
+        limit = environment.get("OUTRIDER_MAX_CONNECTIONS_PER_ADDRESS") or str(MAX_CONNECTIONS_PER_ADDRESS)
+        if not limit.isdecimal() or int(limit) < 4:  # a quarter is for gRPC
+            raise ConfigError(f"OUTRIDER_MAX_CONNECTIONS_PER_ADDRESS is {limit!r}; set it to a number of 4 or more")
+        addresses = environment.get("OUTRIDER_OPERATOR_ADDRESSES", "").replace(",", " ").split()
+        for address in addresses:
+            try:
+                ip_network(address, strict=False)
+            except ValueError as error:
+                raise ConfigError(
+                    f"OUTRIDER_OPERATOR_ADDRESSES has {address!r}: {error}; give addresses, or networks as 10.0.0.0/8"
+                ) from None
+        certificate, client_ca = (environment.get(f"OUTRIDER_TLS_{name}", "") for name in ("CERTIFICATE", "CLIENT_CA"))
+        return cls(certificate, client_ca, int(limit), " ".join(addresses))
 
     @property
     def known_addresses(self) -> str:

@@ -62,6 +62,7 @@ def test_a_taken_port_is_named_with_its_key(config: DeployConfig, taken_port: in
         check_ports(replace(file, http_port=taken_port))
     with pytest.raises(ConfigError, match="change grpc_options"):
         check_ports(replace(file, grpc_port=taken_port))
+    check_ports(replace(file, http_host="127.0.0.2", grpc_port=taken_port))  # both frontends listen there
 
 
 def test_a_host_that_cannot_be_had_is_refused(config: DeployConfig):

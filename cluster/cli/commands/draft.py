@@ -126,7 +126,7 @@ def _reason(response: httpx.Response) -> str:
 def _print(rows: list[list[str]]) -> None:
     table = Table()
     for name in ("pair", "method", "draft", "digest", "since", "trial"):
-        table.add_column(name)
+        table.add_column(name, overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row))  # other cells would be parsed as markup
     console.print(table)

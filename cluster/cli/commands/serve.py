@@ -30,6 +30,7 @@ from cluster.local.local_cluster import LocalCluster, logs_folder
 from cluster.local.serve_environment import refuse_ipv6
 from cluster.placement import most_gpus
 from cluster.preflight import check_gpus, check_memory, check_ports
+from cluster.proxy.haproxy_config import ProxySettings
 from engine.model.checkpoint.hub import fetch_model
 from protos.errors import ConfigError
 
@@ -130,6 +131,7 @@ def _refuse_options(context: typer.Context) -> None:
 
 def _run(model: str, file: DeployFile, serve_file: Callable[[DeployFile, LoadingView], None]) -> None:
     check_gpus(file.config)
+    ProxySettings.of(os.environ)
     check_ports(file)
     try:
         with loading_view(console) as view:

@@ -51,6 +51,22 @@ def test_a_folder_that_is_gone_is_told_in_a_sentence(
     assert "the current folder is gone" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("MAX_CONNECTIONS_PER_ADDRESS", "-3", "is '-3'; set it to a number of 4 or more"),
+        ("MAX_CONNECTIONS_PER_ADDRESS", "many", "is 'many'; set it to"),
+        ("OPERATOR_ADDRESSES", "10.0.0.1, prometheus", "has 'prometheus': "),
+    ],
+)
+def test_a_limit_that_no_proxy_can_keep_is_refused_before_the_start(
+    name: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv(f"OUTRIDER_{name}", value)
+    assert main(["serve", "demo", "--no-ray"]) == 1
+    assert f"error: OUTRIDER_{name} {message}" in capsys.readouterr().err
+
+
 def test_closed_standard_streams_are_empty_ones():
     """A service manager may start a command without them."""
     code = "from cluster.cli.__main__ import main; import sys; sys.exit(main(['replay', '-']))"
@@ -70,11 +86,12 @@ def test_a_full_disk_below_the_output_is_told_in_a_sentence():
 
 @pytest.mark.parametrize(
     ("host", "address"),
-    [("127.0.0.1", "http://127.0.0.1:8000"), ("::1", "http://[::1]:8000"), ("localhost", "http://localhost:8000")],
+    [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]"), ("localhost", "localhost"), ("0.0.0.0", "0.0.0.0")],
 )
 def test_an_address_can_be_copied_whatever_the_host_is(host: str, address: str):
-    file = checked_deployment(deployment_of("demo", host=host), "demo")
-    assert f"HTTP   {address}/v1 " in invitation(file)
+    text = invitation(checked_deployment(deployment_of("demo", host=host), "demo"))
+    assert f"HTTP   http://{address}:8000/v1 " in text
+    assert f"gRPC   {address}:9000 " in text
 
 
 def test_relative_paths_are_those_of_the_folder_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

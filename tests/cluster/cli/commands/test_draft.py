@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -80,6 +82,14 @@ def test_drafts_are_shown_with_what_became_of_a_trial(server: Server, capsys: py
     text = capsys.readouterr().out
     assert all(part in text for part in ("pair-1", "prose", "/models/old", "abcd"))
     assert server.orders == [("/admin/drafts", "Bearer boss", None)]
+
+
+def test_a_pipe_gets_each_draft_in_one_whole_line(server: Server) -> None:
+    command = [sys.executable, "-m", "cluster.cli", "draft", "show", "--url", server.url]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (row,) = (line for line in text.splitlines() if "pair-1" in line)
+    assert "/models/old (deploy.yaml has another)" in row
+    assert "new rolled back, 7 pairs of blocks, gain -10.0% (-20.0% to +1.0%): it gains less than 5.0%" in row
 
 
 def test_orders_have_absolute_paths_and_the_options(
