@@ -277,6 +277,7 @@ def _qwen3_next_inputs(orders: list[Tensor], module: Any, hidden_states: Tensor)
 _KINDS: dict[str, Callable[[Any], MixerForm | None]] = {
     "Lfm2ShortConv": _short_convolution,
     "Lfm2MoeShortConv": _short_convolution,
+    "Lfm3ShortConv": _short_convolution,
     "Mamba2Mixer": _mamba2,
     "BambaMixer": _mamba2,
     "GraniteMoeHybridMambaLayer": _mamba2,

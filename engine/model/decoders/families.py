@@ -263,6 +263,7 @@ _MIXTURES = {
 }
 _HYBRIDS = {
     "lfm2": _LFM2,
+    "lfm3": replace(_LFM2, norms=("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm"), output="o_proj"),
     "lfm2_moe": replace(_LFM2, rotary="pos_emb", routing=Routing(Scores.SIGMOID, epsilon=1e-6)),
     "bamba": DecoderFamily(
         ("input_layernorm", None, "pre_ff_layernorm", None),

@@ -102,7 +102,8 @@ class StockLayers:
         attentions = (part for layer in self._layers if (part := family.attention_of(layer)) is not None)
         attention: Any = next(attentions, None)
         self.norms_values = hasattr(attention, "v_norm")
-        self.gates_attention = hasattr(attention, "gate_proj") or _has_joined_gates(attention, family)
+        has_gates = any(getattr(attention, name, None) is not None for name in ("gate_proj", "g_proj"))
+        self.gates_attention = has_gates or _has_joined_gates(attention, family)
         self.norms_projections = False
         if rank.size == 1:
             if is_deterministic:
@@ -269,9 +270,19 @@ class StockLayers:
             own = [each or stored[0] for each in stored]  # without own values keys are values too
             inputs = [getattr(attention, first), *own]
             inputs += [attention.gate_proj] if hasattr(attention, "gate_proj") else []
+            if getattr(attention, "g_proj", None) is not None:  # a gate for each head
+                return self._with_gates(index, inputs, attention.g_proj, record.shape.key_dim)
             if _has_joined_gates(attention, self._family):
                 order = _gates_last([each.out_features for each in inputs], record.shape.key_dim)
         return self._side_by_side(f"layers.{index}.qkv", inputs, order)
+
+    def _with_gates(self, index: int, inputs: list[nn.Linear], gate: nn.Linear, dim: int) -> Linear:
+        """Return one product of `inputs` and of each head's gate, once for each of its `dim` numbers."""
+        spread = nn.Linear(gate.in_features, gate.out_features * dim, bias=False, device="meta")
+        spread.weight = nn.Parameter(gate.weight.repeat_interleave(dim, dim=0), requires_grad=False)
+        product = self._side_by_side(f"layers.{index}.qkv", [*inputs, spread], None)
+        self._stand_in({gate: partial(_every, spread, dim)})
+        return product
 
     def _side_by_side(
         self, name: str, linears: list[nn.Linear], order: Tensor | None, make_linear: LinearFactory | None = None
@@ -473,6 +484,12 @@ def _has_joined_gates(attention: Any, family: DecoderFamily) -> bool:
     if query is None or has_latents(attention):  # of latents, whose values have another size
         return False
     return bool(query.out_features == 2 * getattr(attention, family.output).in_features)
+
+
+def _every(linear: nn.Linear, dim: int, rows: Tensor) -> Tensor:
+    """Every `dim`th output of a layer."""
+    outputs: Tensor = linear(rows)
+    return outputs[..., ::dim]
 
 
 def _gates_last(sizes: list[int], dim: int) -> Tensor:

@@ -17,6 +17,7 @@ from transformers import (
     GraniteMoeHybridConfig,
     Lfm2Config,
     Lfm2MoeConfig,
+    Lfm3Config,
     Mamba2Config,
     NemotronHConfig,
     PreTrainedConfig,
@@ -63,6 +64,9 @@ NEMOTRON_EXPERTS = {
 }
 CONFIGS: dict[str, PreTrainedConfig] = {
     "lfm2": Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv"], conv_bias=True),
+    "lfm3": Lfm3Config(
+        **SIZES, head_dim=32, sliding_window=9, layer_types=["conv", "sliding_attention", "full_attention"]
+    ),
     "bamba": BambaConfig(**{**SIZES, "hidden_size": 128}, **{**MAMBA, "mamba_n_heads": 32}, attn_layer_indices=[1]),
     "granite": GraniteMoeHybridConfig(
         **SIZES,
