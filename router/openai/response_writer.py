@@ -75,7 +75,7 @@ class ResponseWriter(ABC):
 
     def event(self, chunk: Body) -> bytes:
         """Return a chunk as a server-sent event."""
-        return b"data: " + body_json(chunk) + b"\n\n"
+        return b"data: " + _event_json(chunk) + b"\n\n"
 
     def error_event(self, error: ServingError) -> bytes:
         """Return the last event of a stream that failed."""
@@ -163,12 +163,23 @@ class NamedEventWriter(ResponseWriter):
 
     def event(self, chunk: Body) -> bytes:
         assert isinstance(chunk, dict)
-        return f"event: {chunk['type']}\ndata: ".encode() + body_json(chunk) + b"\n\n"
+        return f"event: {chunk['type']}\ndata: ".encode() + _event_json(chunk) + b"\n\n"
 
 
 def body_json(body: Body) -> bytes:
     """Return the JSON of an answer or of an event."""
     return to_json(body) if isinstance(body, dict) else body.model_dump_json(exclude_unset=True).encode()
+
+
+def _event_json(body: Body) -> bytes:
+    """Return the JSON of an event, on one line by any reader's rules.
+
+    httpx, and clients that use it, read lines with Python's `splitlines`, which ends one at each of these characters.
+    """
+    text = body_json(body)
+    for raw, escaped in ((b"\xc2\x85", rb"\u0085"), (b"\xe2\x80\xa8", rb"\u2028"), (b"\xe2\x80\xa9", rb"\u2029")):
+        text = text.replace(raw, escaped)
+    return text
 
 
 def openai_reason(reason: FinishReason | None) -> OpenAIFinishReason | None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import anthropic
 import httpx
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from openai.lib.streaming.chat._completions import ChatCompletionStreamState
@@ -43,6 +44,7 @@ SAID = (
     '<tool_call>{"arguments": {}, "name": "get.weather"}</tool_call>\n done'
 )
 CALLS = [("f", '{"a": "é"}'), ("get.weather", "{}")]
+HI = [{"role": "user", "content": "hi"}]
 ANYTHING = {"role", "content", "reasoning", "tool_calls"}
 
 
@@ -426,6 +428,25 @@ def said_by(part: dict[str, Any]) -> tuple[str, Any]:
         case {"content": [{"text": text}]}:
             return "text" if part["type"] == "message" else "thinking", text
     return part["type"], part[part["type"]]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "text_of"),
+    [
+        ("/v1/completions", {"prompt": "hi"}, lambda event: event["choices"][0]["text"]),
+        ("/v1/chat/completions", {"messages": HI}, lambda event: event["choices"][0]["delta"].get("content", "")),
+        ("/v1/responses", {"input": "hi"}, lambda event: event["delta"] if "text.delta" in event["type"] else ""),
+        ("/v1/messages", {"messages": HI}, lambda event: event.get("delta", {}).get("text", "")),
+    ],
+)
+def test_an_event_is_one_line_for_readers_that_split_at_any_line_break_of_unicode(
+    path: str, body: dict[str, Any], text_of: Callable[[dict[str, Any]], str]
+) -> None:
+    text = "a\u2028b\u0085c\u2029d"
+    ids = [*TOKENIZER.encode(text, add_special_tokens=False), 0]
+    lines = list(ask([3], path, ids, stream=True, **body).iter_lines())  # as LiteLLM reads
+    assert "".join(text_of(json.loads(line[6:])) for line in lines if line.startswith("data: {")) == text
+    assert all(line.startswith(("data: ", "event: ")) for line in lines if line)
 
 
 def test_a_thought_has_one_name() -> None:
