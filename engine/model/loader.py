@@ -123,7 +123,7 @@ def _read(
     if scheme is None:
         refuse_unindexed(folder, model_config.to_dict())
         refuse_unscaled(model_config.to_dict(), tensor_headers(folder), config.path)
-    with reported_reading(folder, display_name(config.path)):
+    with instead_of_bar(partial(_counted, folder, display_name(config.path))):
         if scheme is None and (kept is not None or _has_views(folder, model_config.to_dict(), dtype)):
             with _storing(kept, config):
                 return AutoModelForCausalLM.from_pretrained(
@@ -323,26 +323,32 @@ def model_folder(path: str) -> Path:
     return Path(config_file).parent
 
 
+_Parameters = Iterable[tuple[str, Any]]
 _LOADING = "Loading weights"  # the description of transformers' bar over parameters
 
 
 @contextmanager
-def reported_reading(folder: Path, model: str) -> Iterator[None]:
-    """Report the bytes of the folder's weights while the block loads them, instead of transformers' own bar."""
-    previous = set_tqdm_hook(partial(_bar, folder, model))
+def instead_of_bar(pass_on: Callable[[_Parameters], _Parameters] = iter) -> Iterator[None]:
+    """Let `pass_on` hand out the parameters that the block loads; transformers' own bar is not shown."""
+    previous = set_tqdm_hook(partial(_bar, pass_on))
     try:
         yield
     finally:
         set_tqdm_hook(previous)
 
 
-def _bar(folder: Path, model: str, factory: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def _bar(
+    pass_on: Callable[[_Parameters], _Parameters],
+    factory: Callable[..., Any],
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+) -> Any:
     is_loading = options.get("desc") == _LOADING and args
-    return _counted(folder, model, args[0]) if is_loading else factory(*args, **options)
+    return pass_on(args[0]) if is_loading else factory(*args, **options)
 
 
-def _counted(folder: Path, model: str, parameters: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield transformers' parameters; a request for the next means that the last has been read.
+def _counted(folder: Path, model: str, parameters: _Parameters) -> _Parameters:
+    """Yield transformers' parameters and report their bytes; a request for the next means that the last has been read.
 
     A parameter without a tensor of its name (joined experts) counts as the mean of all.
     """

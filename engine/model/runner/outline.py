@@ -30,7 +30,7 @@ from engine.model.decoders.latent import check_latents, computes_latents, latent
 from engine.model.draft_heads.loader import load_head
 from engine.model.draft_heads.self_draft import check_self
 from engine.model.generation_config import length_limit, unknown_ends, unread_warning
-from engine.model.loader import load_config
+from engine.model.loader import instead_of_bar, load_config
 from engine.model.runner.served_weights import usable_quantization
 from engine.model.tensor_parallel import check_divisible, shard_plan
 from engine.recurrent.state_pass import RecordingStates
@@ -153,15 +153,16 @@ def _outline(path: str, config: PreTrainedConfig) -> PreTrainedModel | None:
         if is_quantized:
             return model.eval()
         # Compare them with the files' headers, without loading data.
-        loaded: Any = type(model).from_pretrained(
-            folder,
-            config=model.config,
-            device_map="meta",
-            attn_implementation="eager",
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
+        with instead_of_bar():
+            loaded: Any = type(model).from_pretrained(
+                folder,
+                config=model.config,
+                device_map="meta",
+                attn_implementation="eager",
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
     except (*READING_ERRORS, SafetensorError) as error:
         raise ConfigError(
             f"{path!r} (model type {config.model_type}) cannot be loaded: {type(error).__name__}: {error}"

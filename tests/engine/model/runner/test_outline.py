@@ -47,6 +47,11 @@ def test_a_family_that_is_served_passes(family: str, tmp_path: Path):
     check_outline(ModelConfig(str(tmp_path)), CACHE)
 
 
+def test_a_check_shows_no_bar_as_if_it_loaded(llama: Path, capfd: pytest.CaptureFixture[str]):
+    check_outline(ModelConfig(str(llama)), CACHE)
+    assert "Loading" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("family", sorted(set(REFUSED) - {"bart"}))  # its numbers alone show it
 def test_a_family_that_is_refused_is_refused_without_its_numbers(family: str, tmp_path: Path):
     write_family(tmp_path, REFUSED[family]())
