@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import math
+import os
 import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -34,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 _PROJECT = Path(__file__).resolve().parents[1]
 GGUF = ".gguf"
+_UNFINISHED = ".unfinished-"  # conversions
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
 _HEAD_FILES = ("*.safetensors", "*.pt", "*.bin")
 _GPU_FACTORS = {Quantization.INT8: 0.6, Quantization.INT4: 0.4}  # of bfloat16, embeddings among them
@@ -248,7 +253,10 @@ def converted_root() -> Path:
 def _convert(file: Path, folder: Path, dtype: ModelDtype | None) -> None:
     """Convert in a child process, which loads torch and frees its memory at its end."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder.parent) as unfinished:
+    for left in folder.parent.glob(f"{_UNFINISHED}*"):
+        with suppress(OSError), _locked(left):  # its process was killed
+            shutil.rmtree(left)
+    with TemporaryDirectory(prefix=_UNFINISHED, dir=folder.parent) as unfinished, _locked(Path(unfinished)):
         made = Path(unfinished) / "model"
         command = [sys.executable, "-m", "engine.model.checkpoint.gguf", str(file), str(made), *filter(None, [dtype])]
         try:
@@ -263,3 +271,14 @@ def _convert(file: Path, folder: Path, dtype: ModelDtype | None) -> None:
         except OSError:
             if not folder.is_dir():  # otherwise another process was faster
                 raise
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock a folder while this process lives. Raises OSError if another process has locked it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)

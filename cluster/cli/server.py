@@ -34,11 +34,13 @@ class AnswerError(ServingError):
 
 @contextmanager
 def understood(what: str = "the server's answer") -> Iterator[None]:
-    """Raise AnswerError if a server refuses a request, or `what` has an unexpected form."""
+    """Raise AnswerError if a request cannot be sent, a server refuses it, or `what` has an unexpected form."""
     try:
         yield
     except (OpenAIError, httpx.HTTPError, httpx.InvalidURL) as error:
         raise AnswerError(str(error)) from None
+    except UnicodeEncodeError as error:
+        raise AnswerError(f"the request is not UTF-8 text: {error}") from None
     except NOT_UNDERSTOOD as error:
         raise AnswerError(f"{what} has an unexpected form: {type(error).__name__}: {error}") from None
 

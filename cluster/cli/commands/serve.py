@@ -154,7 +154,8 @@ def _serve_in_process(file: DeployFile, view: LoadingView) -> None:
     try:
         serve_in_process(file, on_ready)
     except (KeyboardInterrupt, SystemExit) as end:
-        _end_at_once(130 if isinstance(end, KeyboardInterrupt) else 143)
+        status = getattr(end, "code", 130)  # by SIGTERM 143, by a closed output 1
+        _end_at_once(status if isinstance(status, int) else 1)
         raise
     _end_at_once(0)
 

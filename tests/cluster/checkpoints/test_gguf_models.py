@@ -1,5 +1,7 @@
 """A GGUF file in deploy.yaml is served from a folder that is made once, and refused before anything starts."""
 
+import fcntl
+import os
 from pathlib import Path
 
 import pytest
@@ -39,7 +41,13 @@ def test_it_is_converted_once_and_checked_as_a_folder(
     tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = GgufFile(tmp_path / "tiny.gguf", template=None).write().path
+    (cache / ".unfinished-left" / "model").mkdir(parents=True)  # of a process that was killed
+    (cache / ".unfinished-running").mkdir()
+    running = os.open(cache / ".unfinished-running", os.O_RDONLY)
+    fcntl.flock(running, fcntl.LOCK_EX)
     assert main(["check", deploy_file(path)]) == 0
+    os.close(running)
+    (cache / ".unfinished-running").rmdir()
     said = capsys.readouterr().out
     assert f"converting {path} into {cache}" in said
     assert "note: 'tiny' has no chat template: chat requests get a 400." in said

@@ -53,6 +53,15 @@ def test_a_key_that_no_header_can_carry_is_refused(
     assert capsys.readouterr().err.startswith("\nerror: --api-key has a character that an HTTP header cannot carry")
 
 
+def test_a_text_that_is_not_utf_8_is_not_the_servers_fault(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("sys.stdin", io.StringIO("caf\udce9\n"))  # a byte of Latin-1, read with LC_ALL=C
+    with answering("", models='{"data": [{"id": "m"}]}') as url:
+        assert main(["chat", "--url", url]) == 1
+    assert "error: the request is not UTF-8 text: " in capsys.readouterr().err
+
+
 def test_a_bound_without_end_is_refused(capsys: pytest.CaptureFixture[str]):
     assert main(["draft", "try", "/models/draft", "--min-gain=-inf"]) == 2
     assert "-inf is not a finite number" in capsys.readouterr().err

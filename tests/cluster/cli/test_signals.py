@@ -23,13 +23,14 @@ ROOT = Path(__file__).parents[3]
 
 
 @contextmanager
-def running(tmp_path: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def running(tmp_path: Path, *arguments: str, stdout: int | None = None) -> Iterator[subprocess.Popen[str]]:
     """Run a command with a folder of its own for temporary files."""
     folder = tmp_path / "t"
     folder.mkdir()
     process = subprocess.Popen(
         [sys.executable, "-m", "cluster.cli", *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)},
+        stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -37,7 +38,9 @@ def running(tmp_path: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         yield process
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
 
 
 def wait_for(process: subprocess.Popen[str], condition: Callable[[], bool]) -> None:
@@ -87,6 +90,14 @@ def test_a_second_signal_cuts_the_streams_and_ends_the_server_in_order(tmp_path:
             _, errors = process.communicate(timeout=20)
         assert process.returncode == 0, errors
         assert "Traceback" not in errors
+
+
+def test_a_server_whose_output_nobody_reads_ends_with_an_error(tmp_path: Path) -> None:
+    arguments = ["serve", "demo", "--no-ray", "--port", str(free_port()), "--grpc-port", "0"]
+    with running(tmp_path, *arguments, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait(100) == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
