@@ -135,6 +135,8 @@ def tune(
 ) -> None:
     """Train a draft on the log of its deployment; write it if it is better, else exit with 3."""
     _check_source(log, traffic, own_chats, fresh)
+    if settings and traffic is None:
+        raise ConfigError(f"--set {settings[0]} is for the deployment that answers --traffic, which is not given")
     is_new = draft == NEW_HEAD and not Path(draft).exists()
     rates = _rates(learning_rates or (_NEW_RATE if is_new else _default_rates(rank, minutes)))
     target_path, draft_path = _folder(target, "target"), None if is_new else Path(_folder(draft, "draft"))

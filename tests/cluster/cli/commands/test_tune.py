@@ -24,6 +24,7 @@ from tuning import tune
         (["--log", "here", "--traffic", "there"], "give one of --log"),
         (["--log", "here", "--own-chats", "9"], "give one of --log"),
         (["--own-chats", "9", "--fresh", "9"], "--fresh 9 waits for a deployment's log"),
+        (["--log", "x", "--set", "cache.memory_gib=1"], "--set cache.memory_gib=1 is for the deployment that answers"),
         (["--log", "nowhere"], "nowhere holds no log"),
         (["--log", "x", "--learning-rates", "fast"], "--learning-rates 'fast' has a value that is not a number"),
         (["--log", "x", "--learning-rates", "0"], "must be above 0"),
