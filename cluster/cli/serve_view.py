@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from openai import OpenAI, OpenAIError
@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
+from actors.process.frames import private_folder
 from cluster.cli.server import API_KEY
 from cluster.deploy_file import LOOPBACK, DeployFile, in_url
 from engine.model.checkpoint.progress import FOLDER_VARIABLE, Progress, read_progress
@@ -30,15 +31,16 @@ _RACE_PROMPT = "def main():\n    parser = argparse.ArgumentParser("
 @contextmanager
 def loading_view(console: Console) -> Iterator[LoadingView]:
     """Show the loading of models by this process and its children until the block ends."""
-    with TemporaryDirectory(prefix="outrider-") as folder:
-        os.environ[FOLDER_VARIABLE] = folder
-        view = LoadingView(console, Path(folder))
-        try:
-            view.start()
-            yield view
-        finally:
-            view.stop()
-            del os.environ[FOLDER_VARIABLE]
+    folder = private_folder()
+    os.environ[FOLDER_VARIABLE] = str(folder)
+    view = LoadingView(console, folder)
+    try:
+        view.start()
+        yield view
+    finally:
+        view.stop()
+        del os.environ[FOLDER_VARIABLE]
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class LoadingView:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,3 +69,19 @@ def test_reading_weights_reports_every_byte_and_prints_no_bar_of_its_own(capfd: 
     size = (ROOT / "models/demo/draft/model.safetensors").stat().st_size
     assert (told.activity, told.model, told.num_bytes, told.total_bytes) == ("reading", "demo/draft", size, size)
     assert "Loading weights" not in capfd.readouterr().err
+
+
+def test_the_reports_of_a_killed_command_are_removed_by_the_next():
+    code = """
+import os
+from rich.console import Console
+from cluster.cli.serve_view import loading_view
+with loading_view(Console(quiet=True)):
+    print(os.environ["OUTRIDER_PROGRESS_FOLDER"], flush=True)
+    os.kill(os.getpid(), 9)
+"""
+    killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    folder = Path(killed.stdout.strip())
+    assert folder.is_dir(), killed.stderr
+    with loading_view(console(is_terminal=False)[0]):
+        assert not folder.exists()
