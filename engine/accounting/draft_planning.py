@@ -154,11 +154,14 @@ class DraftPlanning:
             self._ahead.observe(record)
         # After a pass issued ahead, the earlier plan is still unused, unless yet another pass is underway.
         if not record.is_ahead or record.is_followed:
-            sequences = [each.sequence for each in record.passes]
+            sequences = [each.scheduled.sequence for each in record.passes]
             self._running = [each for each in sequences if each.status is SequenceStatus.RUNNING]
-            set_lengths(self.policy, self._running)
-            for each in self._running:
-                each.drafts_ahead = self._ahead is not None and self._ahead.is_ahead
+            is_ahead = self._ahead is not None and self._ahead.is_ahead
+            first = next(iter(self._running), None)
+            if first is None or first.drafts_ahead != is_ahead or not self.policy.holds_for(self._running):
+                set_lengths(self.policy, self._running)
+                for each in self._running:
+                    each.drafts_ahead = is_ahead
         self.policy.charge(time.perf_counter() - began_s)
 
     def plan_ahead(self) -> None:

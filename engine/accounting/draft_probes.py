@@ -82,7 +82,8 @@ class DraftProbes:
         if probed in idle:
             lengths[idle[probed]] = min(self._length, num_possible[idle[probed]])
             return True
-        if idle and step >= self._next_probe:
+        has_ended = probed is not None and probed not in last_drafted  # then another request has the whole probe
+        if idle and (has_ended or step >= self._next_probe):
             self._probed = min(idle, key=last_drafted.__getitem__)
             lengths[idle[self._probed]] = 1
             self._next_probe = step + _PROBE_PERIODS[0]  # until its cost is measured

@@ -34,10 +34,12 @@ from engine.sequence.sequence import Sequence
 _PLAIN_PERIOD = 64  # steps between plain passes that measure the baseline
 _FEW_MISSED = 2  # passes without a draft; after more, the next draft has much to prefill
 _REST = 8  # fewest steps between two plans while no sequence drafts; up to `_PLAN_SHARE` each rest is twice as long
-_HOLD = 16  # most steps between two plans while sequences draft
+_PLAN_S = 0.0005  # assumed for a plan before any is measured
+_TIMED = 6  # passes with drafts between two plans whose times are learned
+_HOLD = 64  # most steps between two plans while sequences draft
 _BRIEF = 2  # most steps of a plan whose successor knows its last pass
 _LONG_S = 0.016  # of a plain pass: a plan costs little then, so there is one for each pass
-_PLAN_SHARE = 0.005  # of the time is for plans while no sequence drafts
+_PLAN_SHARE = 0.003  # of the time is for plans while no sequence drafts
 # What clients notice: a small gain is not worth longer and uneven passes.
 _WAKE_GAIN = 1.05  # drafts start above this expected gain: the first ones also pay for missed tokens
 _WAKE_ERRORS = 1.0  # standard errors of acceptance in it: few passes, and bad luck in them, end no drafts for long
@@ -84,6 +86,7 @@ class LengthPolicy:
         self._planned_step = self._next_plan = 0  # of the last plan, and of the next one
         self._num_planned = 0  # sequences of the last plan
         self._held: dict[str, DraftSize] = {}  # request id -> size in the last plan
+        self._sized: Seq[Sequence] = ()  # sequences that have their sizes of the last plan
         self._usual = DraftSize(first_length, 0)  # size in the last plan with requests that do not end soon
         self._held_name = ""  # class of its requests, if there is one
         self._can_join = False  # new requests of this class may draft as others until the next plan
@@ -92,7 +95,7 @@ class LengthPolicy:
         self._own_s, self._last_charge = 0.0, 0  # own work since the step of the last plan
         self._rest = _REST  # most steps to the next plan while no sequence drafts
         self._steady = 1  # the same while sequences draft
-        self._plan_s = 0.0  # of a recent plan, with the lessons before it
+        self._plan_s = _PLAN_S  # of a recent plan, with the lessons before it
         self._is_short = False  # plain passes are shorter than `_LONG_S`
         self._last_drafted: dict[str, int] = {}  # request id -> step of its last draft, or of its first pass
         self._probes = DraftProbes(first_length)
@@ -155,21 +158,29 @@ class LengthPolicy:
         self._noted.append(NotedPass(self._step, record, passes))
 
     def _learn_noted(self) -> None:
-        """Learn from all passes since the last plan: together they take less time, since the code is in the caches."""
-        for each in self._noted:
-            self._learn(*each)
-        self._noted = []
+        """Learn from all passes since the last plan: together they take less time, since the code is in the caches.
 
-    def _learn(self, step: int, record: PassRecord, passes: Seq[SequencePass]) -> None:
-        parts = PassParts(passes)
-        self._set_size(parts.num_sequences)
-        self._costs.count(record.num_prompt_rows, parts.num_tokens)
-        has_catch_up = not all(self._is_up_to_date(each, step) for each in parts.drafted_ids)
-        self._shapes.learn(passes, parts)
-        self._last_drafted.update(dict.fromkeys(parts.drafted_ids, step))
+        All drafts count. While a plan holds most passes are alike, and the times of a few of them are enough.
+        """
+        noted, self._noted = self._noted, []
+        num_steps = ceil(len(noted) / _TIMED)
+        for index, each in enumerate(noted, 1 - len(noted)):
+            is_usual = any(one.num_requested for one in each.passes) == self._is_speculating
+            is_left_out = index % num_steps != 0
+            self._learn(each, (0 if is_left_out else num_steps) if is_usual else 1)
+
+    def _learn(self, noted: NotedPass, num_steps: int) -> None:
+        """Learn from the drafts of a pass, and from its time if it represents any steps."""
+        step, record, passes = noted
+        drafted_ids = [each.sequence.request_id for each in passes if each.num_requested]
+        has_catch_up = not all(self._is_up_to_date(each, step) for each in drafted_ids)
+        self._costs.count(record.num_prompt_rows, len(passes) + sum([each.outcome.num_accepted for each in passes]))
+        self._shapes.learn(passes)
+        self._last_drafted.update(dict.fromkeys(drafted_ids, step))
         # A reasoning step makes a pass that other passes are not comparable with.
-        if len(passes) == len(record.passes):
-            self._learn_time(step, record, parts, has_catch_up)
+        if num_steps and len(passes) == len(record.passes):
+            self._set_size(len(passes))
+            self._learn_time(step, record, PassParts(passes), has_catch_up, num_steps)
 
     def sizes(self, sequences: Seq[Sequence]) -> list[DraftSize]:
         """Return the size of each sequence's next draft; the next pass samples all of them.
@@ -178,7 +189,12 @@ class LengthPolicy:
         """
         if not self._fits(len(sequences)) or not self._join(sequences):
             self._renew(sequences, self._step)
+        self._sized = sequences
         return [self._held[each.request_id] for each in sequences]
+
+    def holds_for(self, sequences: Seq[Sequence]) -> bool:
+        """True if these sequences have had their sizes from `sizes`, and the plan still holds."""
+        return sequences == self._sized and self._fits(len(sequences))
 
     def plan_ahead(self, sequences: Seq[Sequence]) -> None:
         """Plan for the pass after the next one, unless the last plan still holds."""
@@ -195,6 +211,7 @@ class LengthPolicy:
             return
         self._set_size(len(sequences))
         self._planned_step, self._next_plan, self._num_planned = step, step + 1, len(sequences)
+        self._sized = ()
         self._has_planned = True
         sizes = self._plan(sequences)
         self._held = dict(zip(request_ids, sizes, strict=True))
@@ -221,21 +238,20 @@ class LengthPolicy:
     def _join(self, sequences: Seq[Sequence]) -> bool:
         """Give new requests the usual size; return False if they need a plan.
 
-        While no sequence drafts, many need one: that is often the luck of those before them.
+        While no sequence drafts, a batch of them needs one: that is often the luck of those before them.
         """
         new = [each for each in sequences if each.request_id not in self._held]
         if not new:
-            return True
+            return sequences == self._sized and self._fits(len(sequences))
         if not self._can_join or any(each.draft_class != self._held_name or each.has_fixed_length for each in new):
             return False
         self._num_joined += len(new)
-        # While no sequence drafts, a quarter of new requests needs a plan.
-        if not self._is_speculating and self._num_joined >= len(sequences) / 4:
+        if not self._is_speculating and self._num_joined >= len(sequences):
             return False
         for each in new:
             self._last_drafted[each.request_id] = self._step
             self._held[each.request_id] = self._limited(self._usual, each)
-        return True
+        return sequences == self._sized and self._fits(len(sequences))
 
     def _limited(self, size: DraftSize, sequence: Sequence) -> DraftSize:
         """Return a size within the limits of a sequence."""
@@ -293,19 +309,21 @@ class LengthPolicy:
         return is_tried or is_alone or is_probe
 
     def _hold(self, plain_s: float, *, is_changed: bool) -> None:
-        """Let a plan hold for some steps where passes are short, unless it is `is_changed` for one pass.
+        """Let a plan hold until it has cost a small share of the time, unless it is `is_changed` for one pass.
 
-        The first plans hold for one, two, three steps: few costs are known. Later the time of plans counts more than
-        lengths that are worth nearly the same.
+        The first plans hold for one, two, three steps, since few costs are known, and longer and longer while no
+        sequence drafts: drafts that an unlucky measurement has ended come back soon.
         """
         self._is_short = plain_s < _LONG_S
         if is_changed:
             return
+        affordable = self._plan_s / (_PLAN_SHARE * plain_s)
         if self._is_speculating:
-            hold = min(self._steady, _LONG_S / plain_s) if self._is_free else 1.0
-            self._rest, self._steady = _REST, min(self._steady + 1, _HOLD)
-        else:  # longer and longer: drafts that an unlucky measurement has ended come back soon
-            hold = min(self._rest, max(self._plan_s / (_PLAN_SHARE * plain_s), _REST))
+            longest = _LONG_S / plain_s if self._shapes.has_priced else _HOLD
+            hold = min(self._steady, affordable, longest) if self._is_free else 1.0
+            self._rest, self._steady = _REST, self._steady + 1
+        else:
+            hold = min(self._rest, max(affordable, _REST))
             self._rest, self._steady = 2 * self._rest, 1
         self._next_plan = max(self._next_plan, self._step + ceil(hold))
 
@@ -314,7 +332,7 @@ class LengthPolicy:
         num_missed = step - 1 - self._last_drafted.get(request_id, step)
         return self._shapes.knows(request_id) and num_missed <= _FEW_MISSED
 
-    def _learn_time(self, step: int, record: PassRecord, parts: PassParts, has_catch_up: bool) -> None:
+    def _learn_time(self, step: int, record: PassRecord, parts: PassParts, has_catch_up: bool, num_steps: int) -> None:
         """Learn from the time of a pass; the wait for drafts is ignored if one had to prefill missed tokens."""
         num_prompt_rows, requested = record.num_prompt_rows, parts.requested
         target_s, draft_s = record.times.target_s, record.times.draft_s
@@ -330,10 +348,12 @@ class LengthPolicy:
         if requested and not has_catch_up:
             # A probe that finds drafts much cheaper than expected goes on until that is known.
             if not self._is_speculating and draft_s < self._costs.drafts.seconds(requested) / 2.0:
-                self._probes.repeat(step, parts.drafted_ids[0])
+                self._probes.repeat(
+                    step, next(each.sequence.request_id for each in record.passes if each.num_requested)
+                )
             self._costs.drafts.observe(requested, draft_s)
         if num_prompt_rows == 0 or self._costs.has_prompts:
-            self._gates.observe(record, parts, 1 + self._num_skipped, is_speculating=self._is_speculating)
+            self._gates.observe(record, parts, num_steps + self._num_skipped, is_speculating=self._is_speculating)
             self._num_skipped = 0
         self._costs.observe(num_prompt_rows, parts.num_rows, target_s)
 

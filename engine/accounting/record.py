@@ -107,14 +107,12 @@ class PassParts:
         classes: by name.
         requested: by the name for the cost of drafts (`drafter_of`).
         num_rows, num_tokens: the sampled rows, drafts included, and the committed tokens.
-        drafted_ids: the requests that a proposer was asked for.
     """
 
     def __init__(self, passes: Seq[SequencePass]) -> None:
         self.num_sequences = self.num_rows = self.num_tokens = len(passes)
         self.classes: dict[str, ClassPart] = {}
         self.requested: dict[str, RequestedDrafts] = {}
-        self.drafted_ids: list[str] = []
         for scheduled, draft, outcome in passes:
             sequence, num_proposed = scheduled.sequence, len(draft.draft.token_ids)
             part = self.classes.get(sequence.draft_class)
@@ -135,7 +133,6 @@ class PassParts:
             steps, tokens = self.requested.get(drafter, _NOTHING)
             self.requested[drafter] = RequestedDrafts(max(steps, num_steps), tokens + num_requested)
             part.num_requested[drafter] = part.num_requested.get(drafter, 0) + num_requested
-            self.drafted_ids.append(sequence.request_id)
 
 
 _NOTHING = RequestedDrafts(0, 0)

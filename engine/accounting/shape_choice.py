@@ -18,7 +18,7 @@ from engine.accounting.acceptance import AcceptanceTable
 from engine.accounting.cost_model import CostModel, RowSeconds
 from engine.accounting.draft_shapes import ShapeLimits, ShapeRates
 from engine.accounting.length_allocation import Allocation, RowPrice, allocate
-from engine.accounting.record import PassParts, SequencePass, drafter_of
+from engine.accounting.record import SequencePass, drafter_of
 from engine.accounting.speculation_gate import SpeculationGates
 from engine.sequence.sequence import Sequence
 from protos.messages import SpeculationMethod
@@ -81,12 +81,14 @@ class ShapeChoice:
     Attributes:
         doubtful: the classes whose other shape may be better, since few of its passes are known.
         row_prices: the tokens that each row of a sequence costs in the last plan, for drafts that know their chances.
+        has_priced: some of its drafts know their chances.
     """
 
     def __init__(
         self, max_length: int, max_nodes: int, max_pass_s: float, costs: CostModel, gates: SpeculationGates
     ) -> None:
         self.row_prices: Seq[float] = ()
+        self.has_priced = False
         self._max_length, self._max_nodes, self._max_pass_s = max_length, max_nodes, max_pass_s
         self._costs, self._gates = costs, gates
         self._price = RowPrice()
@@ -107,18 +109,18 @@ class ShapeChoice:
         """Forget all other requests."""
         self._rates.keep_only(request_ids)
 
-    def learn(self, passes: Seq[SequencePass], parts: PassParts) -> None:
+    def learn(self, passes: Seq[SequencePass]) -> None:
         """Learn from the drafts of one pass."""
         self._rates.learn(passes)
-        priced = [each for each in parts.classes.values() if each.drafter == _PRICED]
+        priced = [each for each in passes if each.sequence.drafter == _PRICED]
         if priced:
-            num_sequences = sum([each.num_sequences for each in priced])
-            num_accepted = sum([each.num_tokens for each in priced]) - num_sequences
-            self._price.observe(num_sequences, sum([each.num_proposed for each in priced]), num_accepted)
+            num_drafts = sum([each.num_proposed for each in priced])
+            self._price.observe(len(priced), num_drafts, sum([each.num_accepted for each in priced]))
 
     def priced_rows(self, batch: PlannedBatch) -> list[int]:
         """Set the prices of rows, and return the most rows of sequences with priced drafts."""
         num_sequences, num_priced = len(batch.sequences), sum([length > 0 for length in batch.priced])
+        self.has_priced = num_priced > 0
         row_seconds = batch.row_seconds.recent.tolist()
         self.row_prices = self._price.each(num_sequences, num_priced, row_seconds)
         if num_priced == 0 or min(self.row_prices) >= 1.0:
