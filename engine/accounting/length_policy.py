@@ -242,7 +242,7 @@ class LengthPolicy:
         """
         new = [each for each in sequences if each.request_id not in self._held]
         if not new:
-            return sequences == self._sized and self._fits(len(sequences))
+            return True
         if not self._can_join or any(each.draft_class != self._held_name or each.has_fixed_length for each in new):
             return False
         self._num_joined += len(new)
@@ -251,7 +251,7 @@ class LengthPolicy:
         for each in new:
             self._last_drafted[each.request_id] = self._step
             self._held[each.request_id] = self._limited(self._usual, each)
-        return sequences == self._sized and self._fits(len(sequences))
+        return True
 
     def _limited(self, size: DraftSize, sequence: Sequence) -> DraftSize:
         """Return a size within the limits of a sequence."""
