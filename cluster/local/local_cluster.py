@@ -115,13 +115,9 @@ class LocalCluster:
             time.sleep(0.5)
 
     def stop(self) -> None:
-        """Let running requests finish, then stop everything.
-
-        The application is removed first: Serve's own shutdown would end the proxy and every stream at once.
-        """
+        """Let running requests finish, then stop everything; Serve ends with its cluster."""
         if ray.is_initialized():
             self.undeploy()
-            serve.shutdown()
         self.kill()
 
     def kill(self) -> None:

@@ -87,6 +87,7 @@ def test_a_server_starts_races_answers_and_leaves_nothing(tmp_path: Path, folder
         assert (tmp_path / "log").is_dir()
         process.send_signal(signal.SIGTERM)
         assert process.wait(STOP_S) == 0
+        assert "failed" not in terminal.text
         _, left = psutil.wait_procs(children, timeout=20)
         assert not left
         assert not own.exists()
