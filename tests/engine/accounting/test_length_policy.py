@@ -323,7 +323,7 @@ def test_the_times_of_a_few_passes_and_of_all_plain_ones_are_learned(monkeypatch
     records, numbers = zip(*[(record, number) for (_, record, _, _, number), _ in learn.call_args_list], strict=True)
     assert sum(not any(each.num_requested for each in record.passes) for record in records) >= plain - 1 >= 5
     assert len(records) <= 640 / 4
-    assert sum(numbers) == pytest.approx(640, abs=100), "each of them stands for all passes of its plan"
+    assert sum(numbers) == pytest.approx(640, abs=100), "each of them represents all passes of its plan"
 
 
 def test_a_plan_that_holds_is_the_plan_whatever_else_set_the_lengths() -> None:
