@@ -19,7 +19,7 @@ class StepTimes:
     draft_s: float = 0.0  # the calls of the proposer: the commit of the step before, and propose
     forward_s: float = 0.0
     sample_s: float = 0.0  # on a GPU, includes waiting for the pass and, if passes overlap, issuing the next one
-    commit_s: float = 0.0
+    commit_s: float = 0.0  # until the next step begins: tokens are sent in it
     num_steps: int = 0
 
     @property
@@ -55,7 +55,7 @@ class StepTimer:
         self._parts: dict[str, float] = {}
 
     def begin(self) -> None:
-        """Begin a step: the time since the last lap counts for no part."""
+        """Begin a step after a pause: the time since the last lap counts for no part."""
         self._last_s = time.perf_counter()
 
     def lap(self, part: str) -> None:
