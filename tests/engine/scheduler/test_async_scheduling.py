@@ -399,6 +399,9 @@ class ScriptedPolicy:
     def charge(self, seconds: float) -> None:
         """Plans are free here."""
 
+    def holds_for(self, sequences: Seq[Sequence]) -> bool:
+        return False
+
     def sizes(self, sequences: Seq[Sequence]) -> list[DraftSize]:
         self.num_plans += 1
         length = int(self.num_plans % 4 == 0)

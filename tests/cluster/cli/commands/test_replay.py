@@ -119,7 +119,6 @@ def test_an_answer_that_is_none_has_failed_and_ends_nothing(
         {"request": REQUEST, "response": {**answer(1), "choices": [{}]}},
         {"request": REQUEST, "response": {**answer(1), "choices": [{"index": 0, "message": None}]}},
         {"request": {**REQUEST, "top_p": float("nan")}, "response": answer(1)},
-        {"request": {**REQUEST, "prompt": "\ud800"}, "response": answer(1)},
     ],
 )
 def test_a_record_that_is_none_has_failed_and_ends_nothing(
@@ -128,6 +127,14 @@ def test_a_record_that_is_none_has_failed_and_ends_nothing(
     assert run_again(tmp_path / "file", record, GOOD, answered=answer(1)) == 1
     printed = capsys.readouterr().out
     assert "record 1: the record has an unexpected form: " in printed
+    assert "1 of 2 the same" in printed
+
+
+def test_a_request_that_is_no_utf_8_has_failed_and_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    record = {"request": {**REQUEST, "prompt": "\ud800"}, "response": answer(1)}
+    assert run_again(tmp_path / "file", record, GOOD, answered=answer(1)) == 1
+    printed = capsys.readouterr().out
+    assert "record 1: the request is not UTF-8 text: " in printed
     assert "1 of 2 the same" in printed
 
 
