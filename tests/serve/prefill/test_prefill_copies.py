@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from itertools import count
 from pathlib import Path
 
 import pytest
 
 from tests.serve.prefill.test_prefill import PREFILL, PROMPT_TOKENS, failures, prompt
-from tests.serve.served_pair import ServedPair, SharedCluster, eventually
+from tests.serve.served_pair import ServedPair, SharedCluster
 from tests.serve.test_served_pair import plain_tokens
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
@@ -35,7 +36,10 @@ def test_a_prompts_blocks_come_from_two_replicas_and_its_text_is_the_same(served
         assert answer.token_ids == plain_tokens(tiny_pair / "target", 0.0, 16, prefix + own)
         return copied(served) - before == PROMPT_TOKENS - 16  # the pair computed the prefix's last block
 
-    eventually(has_copied)
+    # One try in thirty goes to both replicas, so the next one begins at once.
+    deadline_s = time.monotonic() + 240.0
+    while not has_copied():
+        assert time.monotonic() < deadline_s, "no try went to both replicas"
     assert not any(failures(served).values())
 
 
