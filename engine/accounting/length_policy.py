@@ -324,7 +324,7 @@ class LengthPolicy:
             self._rest, self._steady = _REST, self._steady + 1
         else:
             hold = min(self._rest, max(affordable, _REST))
-            self._rest, self._steady = 2 * self._rest, 1
+            self._rest, self._steady = 2 * ceil(hold), 1
         self._next_plan = max(self._next_plan, self._step + ceil(hold))
 
     def _is_up_to_date(self, request_id: str, step: int) -> bool:

@@ -207,7 +207,7 @@ def _scaled(tensors: Mapping[str, Tensor], scheme: Scheme) -> _Parts:
 
 def _ternary(tensors: Mapping[str, Tensor], scheme: Scheme) -> _Parts:
     weight, scale = tensors["weight"], tensors.get("weight_scale")
-    if scale is None:  # as BitNet's layers round a trained weight at each use
+    if scale is None:  # a trained weight, which BitNet's layers round at each use
         factor = 1 / weight.float().abs().mean().clamp(min=1e-5)
         return (weight.float() * factor).round().clamp(-1, 1).to(torch.int8), 1 / factor, None
     numbers = torch.cat([weight >> 2 * place & 3 for place in range(NUMBERS_PER_BYTE)]).to(torch.int8) - 1
